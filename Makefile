@@ -1,0 +1,40 @@
+# make demo: set up and run the main job.  make test: set up and run all tests.
+# Both make a virtual environment in .venv and need Python 3.11 or newer and a package index, nothing else.
+
+PYTHON ?= python3
+BIN := .venv/bin
+.PHONY: demo test check lint docs bench clean
+
+demo: .venv/ready
+	$(BIN)/fedcpsl run
+	@echo "Open the report above in a browser."
+
+test: .venv/ready-dev
+	$(BIN)/pytest
+
+lint: .venv/ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: .venv/ready-dev
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+# what CI runs
+check: lint docs test
+
+bench: .venv/ready
+	$(BIN)/python benchmarks/mnist_cpu.py
+
+.venv/ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+.venv/ready-dev: .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv docs/_build

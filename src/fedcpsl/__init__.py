@@ -1,0 +1,38 @@
+"""Personalized semi-supervised federated learning: FedCPSL and its family.
+
+Names are imported when they are first used, so that `import fedcpsl` and the command line answer at once.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Federation": "fedcpsl.data.federation",
+    "load_federation": "fedcpsl.data.sources",
+    "Data": "fedcpsl.config",
+    "Algorithm": "fedcpsl.config",
+    "Work": "fedcpsl.config",
+    "Run": "fedcpsl.config",
+    "Config": "fedcpsl.config",
+    "Costs": "fedcpsl.problem",
+    "mlp": "fedcpsl.models",
+    "prepare": "fedcpsl.simulation",
+    "simulate": "fedcpsl.simulation",
+    "evaluate": "fedcpsl.evaluation",
+    "objectives": "fedcpsl.theory",
+    "InputError": "fedcpsl.errors",
+    "RunError": "fedcpsl.errors",
+}
+__all__ = sorted(_HOMES)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fedcpsl' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

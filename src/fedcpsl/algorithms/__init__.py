@@ -1,0 +1,26 @@
+"""One file per algorithm, found by being here."""
+
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import cast
+
+from fedcpsl.algorithm import Algorithm, Parts
+from fedcpsl.errors import InputError, did_you_mean
+
+
+@cache
+def all_algorithms() -> dict[str, tuple[Algorithm, Parts]]:
+    """Every algorithm by name, with the file that implements it and its parts."""
+    files = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
+    return {
+        name: (cast(Algorithm, file), parts) for file in files for name, parts in cast(Algorithm, file).VARIANTS.items()
+    }
+
+
+def find_algorithm(name: str) -> tuple[Algorithm, Parts]:
+    """The algorithm called `name`, or an error with the nearest name."""
+    known = all_algorithms()
+    if name not in known:
+        raise InputError(f"algorithm.name = {name!r}: no such algorithm; {did_you_mean(name, known)}")
+    return known[name]

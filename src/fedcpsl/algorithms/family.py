@@ -1,0 +1,220 @@
+"""FedCPSL (Algorithm 1 of the paper) and its family: every baseline is FedCPSL with parts taken out."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fedcpsl.algorithm import Broadcast, Device, Hyper, Local, Method, Parts, Server, Sum, Upload
+from fedcpsl.network import Leaves
+from fedcpsl.problem import (
+    Samples,
+    closed_form_labels,
+    gradient_labels,
+    local_cost,
+    mixture,
+)
+
+VARIANTS = {
+    #                unlabelled, personal, control variates, momentum, normalised, everyone
+    "fedcpsl": Parts(True, True, True, True, True),
+    "fedshvr": Parts(True, False, True, False, False, everyone=True),
+    "fedshvrp": Parts(True, False, True, False, False),
+    "apfl": Parts(False, True, False, False, False),
+    "apfsl": Parts(True, True, False, False, False),
+    "fedavg": Parts(False, False, False, False, False),
+    "scaffold": Parts(False, False, True, False, False),
+}
+
+
+# What each side starts with.
+
+
+def init_server(method: Method) -> Server:
+    """theta^0 as the network was made, c^0 = 0."""
+    theta = method.network.initial.clone()
+    return Server(theta, torch.zeros_like(theta) if method.parts.control_variates else theta.new_zeros(0))
+
+
+def broadcast(server: Server) -> Broadcast:
+    """theta^r and c^r, to every active device."""
+    return Broadcast(server.theta, server.c)
+
+
+def init_device(method: Method, broadcast: Broadcast) -> Device:
+    """theta_lc = the theta first received, c_i = 0."""
+    theta, nothing = broadcast.theta, broadcast.theta.new_zeros(0)
+    return Device(
+        theta.clone() if method.parts.personal else nothing,
+        torch.zeros_like(theta) if method.parts.control_variates else nothing,
+    )
+
+
+def admit(method: Method, server: Server, samples_before: int, samples_after: int) -> Server:
+    """c = c S_old / S_new: joiners have c_i = 0, so c stays the weighted mean of all c_i."""
+    if not method.parts.control_variates:
+        return server
+    return server._replace(c=server.c * (samples_before / samples_after))
+
+
+# A device's round.
+
+
+def relabel(
+    method: Method, hyper: Hyper, broadcast: Broadcast, device: Device, x: Tensor, nu: Tensor, count: int
+) -> Tensor:
+    """nu^{r+1} = arg min over the simplex of f_i(theta^r, nu), or one gradient step towards it."""
+    del device  # the paper labels with the global model alone
+    log_h = method.network.log_probabilities(_in_slots(broadcast.theta, hyper), x)
+    if method.pseudo_labels == "closed_form":
+        return closed_form_labels(log_h, hyper.alpha_p, hyper.alpha_r)
+    return gradient_labels(nu, log_h, hyper.eta_v, hyper.alpha_p, hyper.alpha_r, count, method.costs)
+
+
+def begin(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device) -> Local:
+    """theta_i^{r,0} = theta^r, theta_lc^{r,0} as the device kept it, both momenta zero."""
+    split, lead = method.network.split, hyper.eta.dim()
+    theta = split(_in_slots(broadcast.theta, hyper))
+    each = zip(theta, split(device.theta_lc), strict=True) if method.parts.personal else ((leaf,) for leaf in theta)
+    models = tuple(torch.stack(pair, lead) for pair in each)
+    return Local(
+        models,
+        momenta=tuple(torch.zeros_like(leaf) for leaf in models),
+        correction=split(broadcast.c - device.c) if method.parts.control_variates else (),
+        costs=models[0].new_zeros(models[0].shape[: lead + 1]),
+    )
+
+
+def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
+    """One step of both models on one minibatch, both gradients at theta_i^{r,t} before its step."""
+    models, lead = local.models, hyper.eta.dim()
+    momenta = momentum(hyper.gamma, local.momenta, local.correction)
+    keys = None if samples.keys is None else samples.keys.unsqueeze(lead)
+    costs = method.network.add_gradient(
+        momenta, models, samples.x.unsqueeze(lead), keys, partial(step_costs, method, hyper, models, samples)
+    )
+    etas = torch.stack([hyper.eta, hyper.eta_lc][: costs.shape[-1]], -1)
+    return Local(descend(models, etas, momenta), momenta, local.correction, local.costs + costs)
+
+
+def step_costs(method: Method, hyper: Hyper, models: Leaves, samples: Samples, log_h: Tensor) -> Tensor:
+    """f_i(theta_i, nu_i) and F_i(theta_lc, theta_i, nu_i), [..., 1 or 2]: gradients of F_i reach theta_lc alone."""
+    lead = hyper.eta.dim()
+    if method.parts.personal:
+        log_h_i, log_h_lc = log_h.unbind(lead)
+        frozen = log_h_i.detach()
+        if not method.network.same_in_both_modes:
+            theta_i = method.network.join([leaf.select(lead, 0) for leaf in models])
+            frozen = method.network.log_probabilities(theta_i, samples.x)
+        log_h = torch.stack([log_h_i, mixture(log_h_lc, frozen, hyper.beta)], lead)
+    for_each_model = samples._replace(
+        target=samples.target.unsqueeze(lead),
+        labelled=samples.labelled.unsqueeze(lead),
+        unlabelled=samples.unlabelled.unsqueeze(lead),
+    )
+    return local_cost(log_h, for_each_model, hyper.alpha_p[..., None], hyper.alpha_r[..., None], method.costs)
+
+
+def momentum(gamma: Tensor, mu: Leaves, correction: Leaves) -> Leaves:
+    """mu^{t+1} = gamma mu^t - c_i + c, to which the step's gradient is then added; mu_lc has no c. In place."""
+    torch._foreach_mul_(mu, [_over(gamma, leaf) for leaf in mu])
+    if correction:
+        torch._foreach_add_([leaf.select(gamma.dim(), 0) for leaf in mu], correction)
+    return mu
+
+
+def descend(theta: Leaves, eta: Tensor, mu: Leaves) -> Leaves:
+    """theta^{t+1} = theta^t - eta mu^{t+1}, with eta for theta_i and eta_lc for theta_lc. In place."""
+    torch._foreach_addcmul_(theta, [_over(eta, leaf) for leaf in theta], mu, value=-1)
+    return theta
+
+
+def finish(
+    method: Method, hyper: Hyper, broadcast: Broadcast, device: Device, local: Local, steps: Tensor
+) -> tuple[Device, Upload]:
+    """theta_lc^{r+1} is kept; theta_i^{r+1} - theta^r and the step count are sent."""
+    lead, join = hyper.eta.dim(), method.network.join
+    if method.parts.personal:
+        device = device._replace(theta_lc=join([leaf.select(lead, 1) for leaf in local.models]))
+    theta_i = join([leaf.select(lead, 0) for leaf in local.models])
+    return device, Upload(theta_i - broadcast.theta, steps)
+
+
+def effective_steps(gamma: Tensor, steps: Tensor) -> Tensor:
+    """Q~ = Q/(1-gamma) - gamma (1 - gamma^Q)/(1-gamma)^2: what Q steps with momentum amount to."""
+    steps = steps.to(gamma.dtype)
+    return steps / (1 - gamma) - gamma * (1 - gamma**steps) / (1 - gamma) ** 2
+
+
+def mean_gradient(hyper: Hyper, upload: Upload) -> Tensor:
+    """(theta_i^{r+1} - theta^r) / (eta Q~): minus the device's mean corrected gradient over the round."""
+    return upload.delta / (hyper.eta * effective_steps(hyper.gamma, upload.steps))[..., None]
+
+
+def commit(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device, upload: Upload) -> Device:
+    """c_i^{r+1} = c_i^r - (c^r + (theta_i^{r+1} - theta^r) / (eta Q~)), once the upload was counted."""
+    if not method.parts.control_variates:
+        return device
+    return device._replace(c=device.c - (broadcast.c + mean_gradient(hyper, upload)))
+
+
+# The server's round.
+
+
+def contribution(method: Method, hyper: Hyper, upload: Upload, weight: Tensor) -> Sum:
+    """omega_i (theta_i^{r+1} - theta^r) / Q~ (not divided where not normalised), and what c needs."""
+    effective = effective_steps(hyper.gamma, upload.steps)
+    share = weight / effective if method.parts.normalised else weight
+    return Sum(
+        update=share[..., None] * upload.delta,
+        control=(
+            weight[..., None] * mean_gradient(hyper, upload) if method.parts.control_variates else upload.delta[..., :0]
+        ),
+        weight=weight,
+        steps=upload.steps.to(weight.dtype),
+        effective_steps=effective,
+        counted=torch.ones_like(weight),
+    )
+
+
+def apply(method: Method, server: Server, total: Sum, devices: int) -> Server:
+    """theta^{r+1} and c^{r+1} from the round's counted uploads."""
+    theta = server_theta(server.theta, total.update, server_step(method, total), devices, total.counted)
+    return Server(theta, server_c(server.c, total) if method.parts.control_variates else server.c)
+
+
+def server_step(method: Method, total: Sum) -> Tensor | float:
+    """eta_g = the mean of Q, the mean of Q~, or a number; 1 where aggregation is not normalised."""
+    if not method.parts.normalised:
+        return 1.0
+    if method.eta_g == "mean_steps":
+        return total.steps / total.counted
+    if method.eta_g == "mean_effective_steps":
+        return total.effective_steps / total.counted
+    return float(method.eta_g)
+
+
+def server_theta(theta: Tensor, update: Tensor, eta_g: Tensor | float, devices: int, m: Tensor) -> Tensor:
+    """theta^{r+1} = theta^r + eta_g (N/m) sum_i omega_i (theta_i^{r+1} - theta^r) / Q~."""
+    return theta + eta_g * (devices / m) * update
+
+
+def server_c(c: Tensor, total: Sum) -> Tensor:
+    """c^{r+1} = c^r - sum_i omega_i (c^r + (theta_i^{r+1} - theta^r) / (eta Q~))."""
+    return c - (total.weight * c + total.control)
+
+
+# What a device predicts.
+
+
+def predict(method: Method, hyper: Hyper, log_h: Tensor, log_h_lc: Tensor | None) -> Tensor:
+    """h(theta_p; x) = beta h(theta_lc; x) + (1 - beta) h(theta; x), or h(theta; x) without a personal model."""
+    return log_h if log_h_lc is None or not method.parts.personal else mixture(log_h_lc, log_h, hyper.beta)
+
+
+def _over(numbers: Tensor, leaf: Tensor) -> Tensor:
+    return numbers.reshape(*numbers.shape, *(1,) * (leaf.dim() - numbers.dim()))
+
+
+def _in_slots(theta: Tensor, hyper: Hyper) -> Tensor:
+    return theta.expand(*hyper.eta.shape, -1)

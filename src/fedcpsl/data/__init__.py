@@ -1,0 +1,1 @@
+"""Readers, partitions and who has labels."""

@@ -1,0 +1,19 @@
+"""The two ways a command ends badly: the input was wrong, or the run could not go on."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class InputError(Exception):
+    """A setting, file or model is wrong; the message names it and the fix. Exit code 2."""
+
+
+class RunError(Exception):
+    """A run could not go on (a NaN, a full disk, a corrupt checkpoint). Exit code 1."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint for a misspelt name: the nearest known one, or all of them."""
+    known = sorted(known)
+    near = get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"

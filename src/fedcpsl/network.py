@@ -1,0 +1,168 @@
+"""A classifier h(theta; x) as a pure function of its parameters.
+
+At rest theta is one flat vector, so every state of every algorithm is one tensor and the paper's formulas are one
+line. In the local steps it is a tuple of the module's own tensors (`Leaves`), which is what matmuls want.
+"""
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedcpsl.dropout import with_keyed_dropout
+from fedcpsl.errors import InputError
+from fedcpsl.layers import apply_batched, is_fully_batched
+
+Leaves = tuple[Tensor, ...]
+_KEEPS_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+
+
+class Network:
+    """Any `nn.Module` classifier, checked, and evaluated at any stack of parameters.
+
+    `batched=False` calls the module once per model, as plain PyTorch would; `batched=True` runs the whole stack at
+    once. The two agree up to rounding.
+    """
+
+    def __init__(self, module: nn.Module, example: Tensor, classes: int, *, batched: bool = False) -> None:
+        self.batched = batched
+        self.classes = classes
+        self.module = deepcopy(module).to(example.device, example.dtype)
+        _refuse_running_statistics(self.module)
+        self._dropouts = with_keyed_dropout(self.module)
+        trained = {k: p for k, p in self.module.named_parameters() if p.requires_grad}
+        if not trained:
+            raise InputError("the model has no trainable parameters")
+        self.shapes = {name: parameter.shape for name, parameter in trained.items()}
+        self.sizes = [shape.numel() for shape in self.shapes.values()]
+        self.initial = torch.cat([p.detach().flatten() for p in trained.values()])
+        self.has_dropout = bool(self._dropouts)
+        self.same_in_both_modes = False
+        self._check_outputs(example[:2].expand(2, *example.shape[1:]))
+
+    @property
+    def fully_batched(self) -> bool:
+        return is_fully_batched(self.module)
+
+    def split(self, theta: Tensor) -> Leaves:
+        """A flat theta [..., parameters] as the module's tensors, [..., *shape] each."""
+        pieces = zip(theta.split(self.sizes, -1), self.shapes.values(), strict=True)
+        return tuple(piece.unflatten(-1, shape) if shape else piece[..., 0] for piece, shape in pieces)
+
+    def join(self, leaves: Sequence[Tensor]) -> Tensor:
+        """The flat theta of `split`."""
+        pieces = zip(leaves, self.shapes.values(), strict=True)
+        return torch.cat([leaf.flatten(leaf.dim() - len(s)) if s else leaf[..., None] for leaf, s in pieces], -1)
+
+    def named(self, theta: Tensor) -> dict[str, Tensor]:
+        """A flat theta under the module's own parameter names."""
+        return dict(zip(self.shapes, self.split(theta), strict=True))
+
+    def log_probabilities(self, theta: Tensor, x: Tensor) -> Tensor:
+        """log h(theta; x) in evaluation mode, [..., samples, classes]; theta [..., parameters], x [..., samples, *]."""
+        return self._log_h(self.split(theta), x, None, theta.shape[:-1], None, training=False)
+
+    def add_gradient(
+        self, into: Leaves, models: Leaves, x: Tensor, keys: Tensor | None, cost: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """The costs [...] of log h(models; x) in training mode; their gradient in `models` is added to `into`.
+
+        The first dimensions of all leaves are those of `x` before its samples. With `keys`, one per sample, dropout
+        is active and its masks are drawn from them.
+        """
+        lead = models[0].shape[: models[0].dim() - len(next(iter(self.shapes.values())))]
+        with torch.enable_grad():
+            leaves = tuple(leaf.detach().requires_grad_() for leaf in models)
+            costs = cost(self._log_h(leaves, x, keys, lead, into, training=True))
+            gradients = torch.autograd.grad(costs.sum(), leaves, allow_unused=True)
+        for total, gradient in zip(into, gradients, strict=True):
+            if gradient is not None:
+                total.add_(gradient)
+        return costs.detach()
+
+    def _log_h(
+        self,
+        leaves: Leaves,
+        x: Tensor,
+        keys: Tensor | None,
+        lead: torch.Size,
+        gradients: Leaves | None,
+        *,
+        training: bool,
+    ) -> Tensor:
+        if self.module.training != training:
+            self.module.train(training)
+        if not lead:
+            return self._one(leaves, x, keys)
+        if self.batched:
+            as_grid = partial(_reshape_lead, lead=len(lead), slots=lead[:-1].numel())
+            named = dict(zip(self.shapes, map(as_grid, leaves), strict=True))
+            totals = dict(zip(self.shapes, map(as_grid, gradients), strict=True)) if gradients else {}
+            x, keys = as_grid(x), None if keys is None else as_grid(keys)
+            log_h = torch.log_softmax(apply_batched(self.module, named, x, keys, totals), -1)
+            return log_h.reshape(*lead, *log_h.shape[2:])
+        models = lead.numel()
+        stack = partial(_stack_lead, lead=lead)
+        each_keys = [None] * models if keys is None else stack(keys).unbind()
+        each_leaves = zip(*(stack(leaf).unbind() for leaf in leaves), strict=True)
+        each = zip(each_leaves, stack(x).unbind(), each_keys, strict=True)
+        return torch.stack([self._one(*model) for model in each]).unflatten(0, lead)
+
+    def _one(self, leaves: Leaves, x: Tensor, keys: Tensor | None) -> Tensor:
+        for layer in self._dropouts:
+            layer.keys = keys
+        named = dict(zip(self.shapes, leaves, strict=True))
+        return torch.log_softmax(functional_call(self.module, named, (x,)), -1)
+
+    def _check_outputs(self, example: Tensor) -> None:
+        try:
+            first = self._trial(example, training=False, seed=0)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise InputError(
+                f"the model does not accept inputs of shape {list(example.shape[1:])}: {str(error).splitlines()[0]}"
+            ) from error
+        if not isinstance(first, Tensor) or first.shape != (len(example), self.classes):
+            got = list(first.shape[1:]) if isinstance(first, Tensor) else type(first).__name__
+            raise InputError(
+                f"the model's output does not match the classes: it gives {got} per sample where the data has "
+                f"{self.classes} classes; make its last layer give {self.classes} outputs (logits)"
+            )
+        trained = self._trial(example, training=True, seed=1)
+        if not torch.equal(trained, self._trial(example, training=True, seed=2)):
+            raise InputError(
+                "the model draws random numbers of its own while training, so executors could not agree; "
+                "use nn.Dropout for dropout and remove other random layers"
+            )
+        self.same_in_both_modes = not self.has_dropout and torch.equal(trained, first)
+
+    def _trial(self, example: Tensor, *, training: bool, seed: int) -> Tensor:
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(seed)
+            outputs: Tensor = self.module.train(training)(example)
+        self.module.eval()
+        return outputs
+
+
+def _stack_lead(t: Tensor, lead: torch.Size) -> Tensor:
+    return t.expand(*lead, *t.shape[len(lead) :]).flatten(0, len(lead) - 1)
+
+
+def _reshape_lead(t: Tensor, lead: int, slots: int) -> Tensor:
+    """A tensor with `lead` leading dimensions as [slots, models or 1, ...], without copying what models share."""
+    if lead == 2:
+        return t
+    return t[None] if lead == 1 else t.flatten(0, lead - 2).expand(slots, *t.shape[lead - 1 :])
+
+
+def _refuse_running_statistics(module: nn.Module) -> None:
+    for name, layer in module.named_modules():
+        if isinstance(layer, _KEEPS_STATISTICS) and (
+            layer.track_running_stats or isinstance(layer, nn.modules.batchnorm._BatchNorm)
+        ):
+            raise InputError(
+                f"layer {name!r} ({type(layer).__name__}) mixes samples or keeps statistics across them, which has "
+                "no meaning over devices; use nn.GroupNorm instead"
+            )

@@ -1,0 +1,119 @@
+"""The problem of the paper's Section II: one function per equation.
+
+Models enter as log-probabilities `log_h`, shape [..., samples, classes]; `...` stands for any leading
+dimensions (none for one device, one slot per device when many run side by side). Numbers such as
+`alpha_p` have the shape of those leading dimensions.
+"""
+
+from collections.abc import Callable
+from math import log
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LOG_FLOOR = 1e-12
+SampleCost = Callable[[Tensor, Tensor], Tensor]
+
+
+def cross_entropy(log_h: Tensor, target: Tensor) -> Tensor:
+    """l(h, y) = -<y, log h>: the loss of one sample against its label or pseudo-label."""
+    return -(target * log_h).sum(-1)
+
+
+def kl_from_uniform(log_p: Tensor) -> Tensor:
+    """KL(p, 1/C) = <p, log p> + log C: how far a prediction is from undecided."""
+    return (log_p.exp() * log_p).sum(-1) + log(log_p.shape[-1])
+
+
+def label_kl_from_uniform(nu: Tensor) -> Tensor:
+    """KL(nu, 1/C) = <nu, log nu> + log C: how far a pseudo-label is from undecided, log nu floored."""
+    value = (nu * nu.detach().clamp_min(LOG_FLOOR).log()).sum(-1) + log(nu.shape[-1])
+    if nu.requires_grad:  # the derivative of <nu, log nu> is log nu + 1; the floored log gave the first part
+        value = value + nu.sum(-1) - nu.detach().sum(-1)
+    return value
+
+
+def regulariser(log_h: Tensor, nu: Tensor) -> Tensor:
+    """R(h, nu) = KL(nu, 1/C) + KL(h, 1/C): the paper's regulariser of one unlabelled sample."""
+    return label_kl_from_uniform(nu) + kl_from_uniform(log_h)
+
+
+class Costs(NamedTuple):
+    """The replaceable functions l and R of one sample. The closed-form pseudo-labels belong to the defaults."""
+
+    loss: SampleCost = cross_entropy
+    regulariser: SampleCost = regulariser
+
+    @property
+    def closed_form(self) -> bool:
+        return self == Costs()
+
+
+class Samples(NamedTuple):
+    """Samples of one device with what weighs them: a minibatch, or all it has.
+
+    `labelled` is 1/n on the labelled rows and 0 elsewhere, `unlabelled` likewise: a row that is padding
+    has both zero, and an empty set leaves its terms zero.
+    """
+
+    x: Tensor  # [..., samples, *shape of one input]
+    target: Tensor  # [..., samples, classes]: one-hot labels and pseudo-labels
+    labelled: Tensor  # [..., samples]
+    unlabelled: Tensor  # [..., samples]
+    keys: Tensor | None = None  # [..., samples]: where dropout masks come from
+
+
+def local_cost(log_h: Tensor, samples: Samples, alpha_p: Tensor, alpha_r: Tensor, costs: Costs) -> Tensor:
+    """f_i(theta, nu_i) = mean_L l(h, y) + alpha_p mean_U l(h, nu) + alpha_r mean_U R(h, nu).
+
+    With a mixture's log-probabilities in place of log h(theta) this is F_i(theta_lc, theta, nu_i).
+    """
+    loss_weight = samples.labelled + alpha_p[..., None] * samples.unlabelled
+    regulariser_weight = alpha_r[..., None] * samples.unlabelled
+    loss, regularisation = costs.loss(log_h, samples.target), costs.regulariser(log_h, samples.target)
+    return (loss_weight * loss + regulariser_weight * regularisation).sum(-1)
+
+
+def mixture(log_h_lc: Tensor, log_h: Tensor, beta: Tensor) -> Tensor:
+    """h(theta_p; x) = beta h(theta_lc; x) + (1 - beta) h(theta; x), in logarithms and computed stably."""
+    beta = beta[..., None, None]
+    a, b = beta.log() + log_h_lc, (-beta).log1p() + log_h
+    larger = torch.maximum(a, b).detach()
+    return larger + ((a - larger).exp() + (b - larger).exp()).log()
+
+
+def closed_form_labels(log_h: Tensor, alpha_p: Tensor, alpha_r: Tensor) -> Tensor:
+    """nu = softmax((alpha_p / alpha_r) log h), and one-hot at the arg max of h where alpha_r = 0."""
+    alpha_p, alpha_r = alpha_p[..., None, None], alpha_r[..., None, None]
+    hard = alpha_r == 0
+    soft = torch.softmax(alpha_p / torch.where(hard, torch.ones_like(alpha_r), alpha_r) * log_h, -1)
+    one_hot = torch.nn.functional.one_hot(log_h.argmax(-1), log_h.shape[-1]).to(log_h.dtype)
+    return torch.where(hard, one_hot, soft)
+
+
+def gradient_labels(
+    nu: Tensor,
+    log_h: Tensor,
+    eta_v: Tensor,
+    alpha_p: Tensor,
+    alpha_r: Tensor,
+    unlabelled_count: int,
+    costs: Costs,
+) -> Tensor:
+    """nu = P(nu - eta_v grad_nu f_i(theta, nu)): one gradient step, then onto the simplex."""
+    with torch.enable_grad():
+        nu = nu.detach().requires_grad_()
+        per_sample = alpha_p[..., None] * costs.loss(log_h, nu) + alpha_r[..., None] * costs.regulariser(log_h, nu)
+        (gradient,) = torch.autograd.grad(per_sample.sum() / unlabelled_count, nu)
+    return project_to_simplex(nu.detach() - eta_v[..., None, None] * gradient)
+
+
+def project_to_simplex(v: Tensor) -> Tensor:
+    """P(v) = max(v - tau, 0) with tau such that it sums to 1: the nearest probability vector."""
+    ordered = v.sort(-1, descending=True).values
+    excess = ordered.cumsum(-1) - 1
+    ranks = torch.arange(1, v.shape[-1] + 1, device=v.device, dtype=v.dtype)
+    support = (ordered - excess / ranks > 0).sum(-1, keepdim=True)
+    tau = excess.gather(-1, support - 1) / support
+    return (v - tau).clamp_min(0)

@@ -1,0 +1,121 @@
+"""Tables and the progress bar."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from fedcpsl.data.federation import LABELLED, TEST, UNLABELLED, Federation
+from fedcpsl.runs.experiment import Experiment, Watch
+from fedcpsl.schedule import draw_active, draw_steps
+
+MODELS = ("personal", "global", "localized")
+MOST_DEVICES = 30
+
+
+@contextmanager
+def progress(rounds: int, done: int, console: Console) -> Iterator[Watch]:
+    """A bar with rounds, accuracy and time left, fed by the run."""
+    columns = (
+        TextColumn("[bold]round"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=None),
+        TextColumn("personal [bold green]{task.fields[personal]}[/]  global {task.fields[general]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, expand=True) as bar:
+        task = bar.add_task("", total=rounds, completed=done, personal="  -  ", general="  -  ")
+
+        def watch(round: int, metrics: dict[str, Any] | None) -> None:
+            bar.update(task, completed=round)
+            if metrics:
+                bar.update(task, personal=percent(metrics["personal"]), general=percent(metrics["global"]))
+
+        yield watch
+
+
+def percent(summary: Mapping[str, Any] | None, key: str = "mean") -> str:
+    value = summary.get(key) if summary else None
+    return "-" if value is None else f"{100 * value:.2f} %"
+
+
+def size(count: int) -> str:
+    """A number of bytes as people write it."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    value = float(count)
+    while value >= 1000 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def results_table(metrics: dict[str, Any]) -> Table:
+    """The accuracies and costs of one run, from `final_metrics`."""
+    title = f"{metrics['algorithm']} on {metrics['dataset']}, {metrics['rounds']} rounds, seed {metrics['seed']}"
+    table = Table(title=title, title_justify="left", caption=_caption(metrics), caption_justify="left")
+    table.add_column("accuracy on the devices' own tests")
+    for column in ("mean", "std over devices", "worst tenth"):
+        table.add_column(column, justify="right")
+    for model in MODELS:
+        if metrics[model]:
+            cells = [percent(metrics[model], key) for key in ("mean", "std", "worst_tenth")]
+            table.add_row(f"{model} model", *cells, style="bold" if model == "personal" else "")
+    return table
+
+
+def _caption(metrics: dict[str, Any]) -> str:
+    facts = [f"global model on all tests {percent(metrics, 'union')}"]
+    if metrics["pseudo_label_accuracy"] is not None:
+        facts.append(f"pseudo-labels right {percent(metrics, 'pseudo_label_accuracy')}")
+    facts.append(f"uplink {size(metrics['uplink_bytes'])}, downlink {size(metrics['downlink_bytes'])}")
+    lost = f", {metrics['lost_uploads']} uploads lost" if metrics["lost_uploads"] else ""
+    facts.append(f"{metrics['steps']:,} local steps in {metrics['seconds']:.1f} s{lost}")
+    return "\n".join(facts)
+
+
+def split_table(federation: Federation) -> Table:
+    """Who holds what: labelled, unlabelled and test samples, and the classes."""
+    table = Table(title=f"{federation.devices} devices, {federation.classes} classes", title_justify="left")
+    table.add_column("device")
+    for column in ("labelled", "unlabelled", "test"):
+        table.add_column(column, justify="right")
+    table.add_column("classes (known samples)")
+    per_class = np.sum([federation.class_counts(role) for role in (LABELLED, UNLABELLED, TEST)], 0)
+    for i, name in enumerate(federation.names[:MOST_DEVICES]):
+        held = [f"{c}: {n}" for c, n in enumerate(per_class[i]) if n]
+        table.add_row(name, *(str(n) for n in federation.counts[i]), ", ".join(held))
+    if federation.devices > MOST_DEVICES:
+        table.add_row("...", *("",) * 4)
+    table.add_section()
+    table.add_row("all", *(str(n) for n in federation.counts.sum(0)), "")
+    return table
+
+
+def planned_steps(experiment: Experiment) -> tuple[int, int]:
+    """The local steps of the whole run, and the most of one device in one round."""
+    setup = experiment.setup
+    steps = [
+        draw_steps(setup.seed, r, device, setup.sizes, setup.work, setup.method.parts.unlabelled)
+        for r in range(setup.rounds)
+        for device in draw_active(setup.seed, r, setup.roster(r).tolist(), setup.work.active)
+    ]
+    return sum(steps), max(steps)
+
+
+def sparkline(values: Sequence[float], width: int = 60) -> str:
+    """A small curve of accuracies from 0 to 1 for the terminal."""
+    bars = "▁▂▃▄▅▆▇█"
+    chosen = [values[round(i * (len(values) - 1) / max(width - 1, 1))] for i in range(min(width, len(values)))]
+    return "".join(bars[min(int(v * len(bars)), len(bars) - 1)] for v in chosen)

@@ -1,0 +1,1 @@
+"""A run's folder: config, manifest, metrics, checkpoints, models."""

@@ -1,0 +1,163 @@
+"""Running a config from start or from a checkpoint, into a folder."""
+
+import csv
+import io
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+from fedcpsl.config import Config, Data
+from fedcpsl.data.federation import Federation
+from fedcpsl.data.sources import data_folder, load_federation, resolve
+from fedcpsl.errors import InputError
+from fedcpsl.evaluation import Evaluation, evaluate
+from fedcpsl.models import make_model
+from fedcpsl.runs import folder as files
+from fedcpsl.runs.checkpoint import checkpoints, load_checkpoint, save_checkpoint, save_tensors
+from fedcpsl.runs.files import write_whole
+from fedcpsl.runs.manifest import environment, make_manifest, now
+from fedcpsl.schedule import stream
+from fedcpsl.simulation import Setup, State, prepare, simulate
+from fedcpsl.simulation.setup import choose_eta, choose_eta_lc
+
+
+class Experiment(NamedTuple):
+    """A config with everything decided, its data and what simulates it."""
+
+    config: Config
+    federation: Federation
+    setup: Setup
+
+
+class Outcome(NamedTuple):
+    """How a run ended."""
+
+    folder: Path
+    round: int
+    finished: bool
+
+
+Watch = Callable[[int, dict[str, Any] | None], None]  # told the round, and its metrics where evaluated
+
+
+def build(config: Config) -> Experiment:
+    """Load the data, make the model and decide every `auto`; nothing is written."""
+    config = replace(config, data=_absolute(resolve(config.data)))
+    federation = load_federation(config.data, config.run.seed)
+    eta = choose_eta(config.algorithm.eta, config.data.dataset, config.work.unit)
+    config = replace(config, algorithm=replace(config.algorithm, eta=eta))
+    torch.manual_seed(int(stream(config.run.seed, "init").integers(2**63)))
+    model = make_model(config.model.name, config.model.hidden, federation.x.shape[1:], federation.classes)
+    setup = prepare(federation, model, config.algorithm, config.work, config.run)
+    parts = setup.method.parts._asdict()
+    parts.pop("everyone")
+    algorithm = replace(config.algorithm, eta_lc=choose_eta_lc(config.algorithm, eta), **parts)
+    run = replace(config.run, executor=setup.executor, device=str(setup.shelf.x.device))
+    work = replace(config.work, active=setup.work.active)
+    return Experiment(replace(config, algorithm=algorithm, run=run, work=work), federation, setup)
+
+
+def start(experiment: Experiment, folder: Path, watch: Watch) -> Outcome:
+    """Run from round 0 into a new folder."""
+    files.create(folder, experiment.config, make_manifest(experiment.setup, experiment.federation))
+    with files.locked(folder):
+        return _run(experiment, folder, None, watch)
+
+
+def resume(folder: Path, watch: Watch) -> Outcome:
+    """Go on from the last checkpoint; ends as the uninterrupted run would have, bit for bit."""
+    config = files.read_run_config(folder)
+    with files.locked(folder):
+        manifest = files.read_manifest(folder)
+        torch.set_num_threads(manifest["layout"]["threads"])
+        experiment = build(config)
+        if experiment.federation.digest != manifest["split_sha256"]:
+            raise InputError(f"{folder}: the data has changed since the run began; put the old data back")
+        again = {"at": now(), **environment(experiment.setup.shelf.x.device)}
+        files.write_manifest(folder, manifest | {"resumed": [*manifest.get("resumed", []), again]})
+        found = checkpoints(folder)
+        state = load_checkpoint(found[-1], experiment.setup) if found else None
+        files.keep_metrics_until(folder, state.round if state else -1)
+        return _run(experiment, folder, state, watch)
+
+
+def _run(experiment: Experiment, folder: Path, from_state: State | None, watch: Watch) -> Outcome:
+    config, setup = experiment.config, experiment.setup
+    spent = (files.read_metrics(folder) or [{}])[-1].get("seconds", 0.0)
+    began = saved = time.monotonic()
+    state, evaluation = from_state, None
+    with _stop_requests() as stop_requested:
+        for state in simulate(setup, from_state):
+            last = state.round == setup.rounds
+            metrics = None
+            if state.round % config.run.evaluate_every == 0 or last:
+                evaluation = evaluate(state, evaluation.predictions if evaluation else None)
+                metrics = evaluation.metrics(state) | {"seconds": spent + time.monotonic() - began}
+                files.append_metrics(folder, metrics)
+            watch(state.round, metrics)
+            stopping = stop_requested()
+            if last or stopping or time.monotonic() - saved >= config.run.checkpoint_seconds:
+                save_checkpoint(folder, state)
+                saved = time.monotonic()
+            if stopping and not last:
+                return Outcome(folder, state.round, finished=False)
+    assert state is not None
+    _write_results(folder, state, evaluation or evaluate(state))
+    return Outcome(folder, state.round, finished=True)
+
+
+def _write_results(folder: Path, state: State, evaluation: Evaluation) -> None:
+    """Final models and the table of devices."""
+    network = state.setup.method.network
+    models = {f"global/{name}": t for name, t in network.named(state.server.theta).items()}
+    if state.setup.method.parts.personal:
+        for i, theta_lc in enumerate(state.devices.theta_lc):
+            models |= {f"device{i}/localized/{name}": t for name, t in network.named(theta_lc).items()}
+        models["beta"] = state.setup.hyper.beta
+    save_tensors(folder / "models.safetensors", models, {"round": state.round, "devices": state.setup.devices})
+    write_whole(folder / "devices.csv", _device_table(state, evaluation))
+
+
+def _device_table(state: State, evaluation: Evaluation) -> str:
+    setup = state.setup
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["device", "name", "labelled", "unlabelled", "active_rounds", "personal", "global", "localized"])
+    for i, name in enumerate(setup.names):
+        localized = evaluation.localized.devices if evaluation.localized else {}
+        accuracies = [a.get(i, "") for a in (evaluation.personal.devices, evaluation.general.devices, localized)]
+        sizes = (setup.sizes.labelled[i], setup.sizes.unlabelled[i])
+        table.writerow([i, name, *sizes, state.active_rounds[i], *accuracies])
+    return text.getvalue()
+
+
+def _absolute(data: Data) -> Data:
+    if data.file:
+        return replace(data, file=str(Path(data.file).absolute()))
+    return replace(data, dir=str(data_folder(data.dir).absolute())) if data.dataset != "digits" else data
+
+
+@contextmanager
+def _stop_requests() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM ask for a stop after the round; a second Ctrl-C stops at once."""
+    asked = False
+
+    def ask(number: int, _: FrameType | None) -> None:
+        nonlocal asked
+        if asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked = True
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,68 @@
+"""Files that are written whole or not at all."""
+
+import json
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fedcpsl.errors import RunError
+
+
+def write_whole(path: Path, content: bytes | str) -> None:
+    """Replace `path` in one step: after a crash it holds the old content or the new, never a part."""
+    raw = content.encode() if isinstance(content, str) else content
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise RunError(f"{path}: cannot be written: {error.strerror}; what was there before is intact") from error
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add one line; where it does not fit, the file is put back as it was."""
+    raw = (line + "\n").encode()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    try:
+        before = os.lseek(descriptor, 0, os.SEEK_END)
+        try:
+            written = os.write(descriptor, raw)
+            if written < len(raw):
+                raise OSError(28, os.strerror(28))
+            os.fsync(descriptor)
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(descriptor, before)
+            raise RunError(f"{path}: cannot be written: {error.strerror}; its earlier lines are intact") from error
+    finally:
+        os.close(descriptor)
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON that every reader accepts: what is not a finite number becomes null."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False, ensure_ascii=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,118 @@
+"""The files of a run and where they are."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from fedcpsl.config import Config, read_config, to_toml, with_settings
+from fedcpsl.errors import InputError, RunError
+from fedcpsl.runs.files import append_line, to_json, write_whole
+
+Metrics = dict[str, Any]
+
+
+def default_folder(config: Config) -> Path:
+    """runs/<time>-<algorithm>-<dataset>, with a number behind it where that exists."""
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    first = Path("runs") / f"{stamp}-{config.algorithm.name}-{config.data.dataset}"
+    names = [first, *(first.with_name(f"{first.name}-{k}") for k in range(2, 1000))]
+    return next(name for name in names if not name.exists())
+
+
+def create(folder: Path, config: Config, manifest: dict[str, Any]) -> None:
+    """A new run folder with its config and manifest. An existing folder is never touched."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+    except FileExistsError:
+        raise InputError(
+            f"{folder}: exists already; give another --out, or --resume {folder} to go on with it"
+        ) from None
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be created: {error.strerror}; give another --out") from error
+    write_whole(folder / "manifest.json", to_json(manifest, indent=2) + "\n")
+    write_whole(folder / "config.toml", to_toml(config))
+
+
+def read_run_config(folder: Path) -> Config:
+    """The resolved config that a run was started with."""
+    if not (folder / "config.toml").is_file():
+        raise InputError(f"{folder}: not a run's folder (it has no config.toml); give one that `fedcpsl run` made")
+    return with_settings(Config(), read_config(folder / "config.toml"))
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder / 'manifest.json'}: cannot be read ({error}); is this a run's folder?") from error
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    write_whole(folder / "manifest.json", to_json(manifest, indent=2) + "\n")
+
+
+def append_metrics(folder: Path, metrics: Metrics) -> None:
+    append_line(folder / "metrics.jsonl", to_json(metrics))
+
+
+def read_metrics(folder: Path) -> list[Metrics]:
+    """All whole lines of metrics.jsonl; a last line cut off by a crash is passed over."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    whole: list[Metrics] = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            whole.append(json.loads(line))
+        except ValueError as error:
+            raise RunError(f"{path}, line {number}: not JSON ({error}); the file was changed by hand?") from error
+    return whole
+
+
+def keep_metrics_until(folder: Path, round: int) -> list[Metrics]:
+    """Drop the metrics of rounds after `round`: they will be computed again."""
+    kept = [line for line in read_metrics(folder) if line["round"] <= round]
+    write_whole(folder / "metrics.jsonl", "".join(to_json(line) + "\n" for line in kept))
+    return kept
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep a second process off the run while this one works on it; a crash frees the lock."""
+    if os.name != "posix":
+        yield
+        return
+    import fcntl
+
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(f"{folder}: another process is working on this run; wait for it or stop it") from None
+        yield
+
+
+def final_metrics(folder: Path) -> Metrics:
+    """A run's last metrics as one object, with what it was."""
+    config, metrics = read_run_config(folder), read_metrics(folder)
+    if not metrics:
+        raise InputError(f"{folder}: has no metrics yet; resume it with `fedcpsl run --resume {folder}`")
+    last = dict(metrics[-1])
+    return {
+        "run": str(folder),
+        "algorithm": config.algorithm.name,
+        "dataset": config.data.dataset,
+        "seed": config.run.seed,
+        "rounds": last.pop("round"),
+        "finished": (folder / "models.safetensors").exists(),
+        **last,
+        "config": asdict(config),
+    }

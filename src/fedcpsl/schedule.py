@@ -1,0 +1,113 @@
+"""Who is active, how much work each does, which samples it draws and whose upload is lost.
+
+All of it is drawn before a round from streams keyed by (seed, purpose, round, device) and never by the algorithm's
+name: compared algorithms meet the same devices and samples, and neither executors nor resuming can change a draw.
+"""
+
+from collections.abc import Sequence
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+PURPOSES = ("split", "init", "participation", "epochs", "labelled", "unlabelled", "upload", "dropout")
+
+
+def stream(seed: int, purpose: str, *where: int) -> np.random.Generator:
+    """The random numbers of one purpose at one place."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, PURPOSES.index(purpose), *where])))
+
+
+class Work(NamedTuple):
+    """How rounds are drawn: m devices each, their local work, their minibatches."""
+
+    active: int
+    unit: str  # "epochs", "steps" or "hlu"
+    amount: int  # epochs or steps
+    hlu: tuple[int, int]  # the range of epochs
+    batch_labelled: int
+    batch_unlabelled: int
+    loss_rate: float
+
+
+class DeviceRound(NamedTuple):
+    """One active device's part of a round."""
+
+    device: int
+    steps: int
+    labelled: NDArray[np.int64]  # [steps, batch]: indices into its labelled samples; [steps, 0] where it has none
+    unlabelled: NDArray[np.int64]  # the same for its unlabelled samples
+    lost: bool = False
+    keys: NDArray[np.int64] | None = None  # [steps, rows]: for dropout
+
+
+class Sizes(NamedTuple):
+    """How many labelled and unlabelled samples each device holds."""
+
+    labelled: NDArray[np.int64]
+    unlabelled: NDArray[np.int64]
+
+
+def steps_per_epoch(n: int, m: int, work: Work, unlabelled: bool) -> int:
+    """ceil(max(n_i/B_l, m_i/B_u)): one pass over the data that the algorithm uses."""
+    passes = [n / work.batch_labelled, m / work.batch_unlabelled if unlabelled else 0]
+    return ceil(max(passes))
+
+
+def draw_active(seed: int, round: int, roster: Sequence[int], active: int) -> list[int]:
+    """m devices uniformly without replacement; a larger m adds devices to the same ones."""
+    return sorted(stream(seed, "participation", round).permutation(np.asarray(roster))[:active].tolist())
+
+
+def draw_steps(seed: int, round: int, device: int, sizes: Sizes, work: Work, unlabelled: bool) -> int:
+    """Q_i^r: from epochs, given steps, or epochs drawn uniformly for heterogeneous local updates (HLU)."""
+    epoch = steps_per_epoch(int(sizes.labelled[device]), int(sizes.unlabelled[device]), work, unlabelled)
+    if epoch == 0:
+        return 0
+    if work.unit == "steps":
+        return work.amount
+    if work.unit == "hlu":
+        low, high = work.hlu
+        return epoch * int(stream(seed, "epochs", round, device).integers(low, high + 1))
+    return epoch * work.amount
+
+
+def draw_round(
+    seed: int,
+    round: int,
+    roster: Sequence[int],
+    sizes: Sizes,
+    work: Work,
+    *,
+    unlabelled: bool,
+    dropout: bool,
+) -> list[DeviceRound]:
+    """The schedule of one round, in device order."""
+    plan = []
+    for device in draw_active(seed, round, roster, work.active):
+        steps = draw_steps(seed, round, device, sizes, work, unlabelled)
+        widths = work.batch_labelled, work.batch_unlabelled if unlabelled else 0
+        labelled = _draw_batches(seed, "labelled", round, device, steps, widths[0], sizes.labelled)
+        extra = _draw_batches(seed, "unlabelled", round, device, steps, widths[1], sizes.unlabelled)
+        lost = bool(stream(seed, "upload", round, device).random() < work.loss_rate)
+        keys = draw_keys(seed, round, device, steps, widths) if dropout else None
+        plan.append(DeviceRound(device, steps, labelled, extra, lost, keys))
+    return plan
+
+
+def draw_keys(seed: int, round: int, device: int, steps: int, widths: Sequence[int]) -> NDArray[np.int64]:
+    """A dropout key per step and row, labelled rows first; each kind's keys do not depend on the other's."""
+    kinds = [
+        stream(seed, "dropout", round, device, kind).integers(0, 2**62, (steps, width))
+        for kind, width in enumerate(widths)
+    ]
+    return np.concatenate(kinds, 1)
+
+
+def _draw_batches(
+    seed: int, purpose: str, round: int, device: int, steps: int, batch: int, counts: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    if counts[device] == 0:
+        return np.empty((steps, 0), np.int64)
+    return stream(seed, purpose, round, device).integers(0, counts[device], (steps, batch))

@@ -1,0 +1,194 @@
+"""The rounds of a simulation. The caller owns the loop."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedcpsl.algorithm import Broadcast, Device, Hyper, Server, Sum, map_tensors
+from fedcpsl.errors import RunError
+from fedcpsl.schedule import DeviceRound, draw_round
+from fedcpsl.simulation.executors import Finished, local_rounds
+from fedcpsl.simulation.setup import Setup
+
+ROWS_AT_ONCE = 4096
+COUNT_BYTES = 8  # a step count, or one of the sizes n_i and m_i
+
+
+class State(NamedTuple):
+    """Everything that changes, after `round` rounds. The next round overwrites `devices` and `targets` in place."""
+
+    setup: Setup
+    round: int
+    server: Server
+    devices: Device  # stacked, [devices, ...]
+    targets: Tensor  # [training rows, classes]: labels, and every device's pseudo-labels nu
+    active_rounds: NDArray[np.int64]  # how often each device has taken part
+    steps: int  # local steps so far
+    uplink_bytes: int
+    downlink_bytes: int
+    costs: dict[int, list[float]]  # mean f_i (and F_i) of this round's steps, by device
+    lost: int  # uploads lost so far
+
+    def nu(self, device: int) -> Tensor:
+        """The pseudo-labels of one device, [unlabelled samples, classes]."""
+        return self.targets[self.setup.shelf.unlabelled_rows(device)]
+
+    def device(self, device: int) -> Device:
+        kept: Device = map_tensors(lambda t: t[device], self.devices)
+        return kept
+
+    def hyper(self, device: int) -> Hyper:
+        numbers: Hyper = map_tensors(lambda t: t[device], self.setup.hyper)
+        return numbers
+
+
+def simulate(setup: Setup, start: State | None = None) -> Iterator[State]:
+    """Yield the state at the start (unless `start` is given, to go on from) and after every round."""
+    state = start or initial_state(setup)
+    if start is None:
+        yield state
+    while state.round < setup.rounds:
+        plan = draw_round(
+            setup.seed,
+            state.round,
+            setup.roster(state.round).tolist(),
+            setup.sizes,
+            setup.work,
+            unlabelled=setup.method.parts.unlabelled,
+            dropout=setup.method.network.has_dropout,
+        )
+        state = next_state(state, plan)
+        yield state
+
+
+def initial_state(setup: Setup) -> State:
+    """Round 0: every device in the roster has been sent theta^0."""
+    server = setup.algorithm.init_server(setup.method)
+    one = setup.algorithm.init_device(setup.method, setup.algorithm.broadcast(server))
+    devices: Device = map_tensors(lambda t: t.expand(setup.devices, -1).clone(), one)
+    return State(
+        setup=setup,
+        round=0,
+        server=server,
+        devices=devices,
+        targets=setup.shelf.one_hot.clone(),
+        active_rounds=np.zeros(setup.devices, np.int64),
+        steps=0,
+        uplink_bytes=2 * COUNT_BYTES * len(setup.roster(0)),
+        downlink_bytes=0,
+        costs={},
+        lost=0,
+    )
+
+
+def next_state(state: State, plan: Sequence[DeviceRound]) -> State:
+    """One round of Algorithm 1 by a given schedule."""
+    setup = state.setup
+    state = _admit_joiners(state)
+    roster = setup.roster(state.round)
+    broadcast = setup.algorithm.broadcast(state.server)
+    working = [task for task in plan if task.steps > 0]  # a device that can do nothing changes nothing
+    if setup.method.parts.unlabelled:
+        for task in working:
+            _relabel(state, task.device, broadcast)
+    totals: list[Sum] = []
+    costs: dict[int, list[float]] = {}
+    for finished in local_rounds(setup, working, state.devices, state.targets, broadcast):
+        _stop_if_not_finite(state.round + 1, setup, finished)
+        counted = _keep(state, finished, broadcast, setup.samples_in(roster))
+        totals += [counted] if counted else []
+        costs |= {task.device: c for task, c in zip(finished.group, finished.costs.tolist(), strict=True)}
+    server = state.server
+    if totals:
+        total = totals[0] if len(totals) == 1 else Sum(*(sum(f[1:], f[0]) for f in zip(*totals, strict=True)))
+        server = setup.algorithm.apply(setup.method, server, total, len(roster))
+    active_rounds = state.active_rounds.copy()
+    active_rounds[[task.device for task in working]] += 1
+    message = setup.method.network.initial.numel() * setup.method.network.initial.element_size()
+    return state._replace(
+        round=state.round + 1,
+        server=server,
+        active_rounds=active_rounds,
+        steps=state.steps + sum(task.steps for task in working),
+        uplink_bytes=state.uplink_bytes + len(working) * (message + COUNT_BYTES),
+        downlink_bytes=state.downlink_bytes + len(plan) * _broadcast_bytes(broadcast),
+        costs=costs,
+        lost=state.lost + sum(task.lost for task in working),
+    )
+
+
+def _admit_joiners(state: State) -> State:
+    setup = state.setup
+    joiners = np.flatnonzero(setup.joins == state.round) if state.round else np.empty(0, np.int64)
+    if not len(joiners):
+        return state
+    before, after = setup.roster(state.round - 1), setup.roster(state.round)
+    server = setup.algorithm.admit(setup.method, state.server, setup.samples_in(before), setup.samples_in(after))
+    broadcast = setup.algorithm.broadcast(server)
+    one = setup.algorithm.init_device(setup.method, broadcast)
+    for kept, fresh in zip(state.devices, one, strict=True):
+        kept[torch.from_numpy(joiners).to(kept.device)] = fresh
+    return state._replace(
+        server=server,
+        uplink_bytes=state.uplink_bytes + 2 * COUNT_BYTES * len(joiners),
+        downlink_bytes=state.downlink_bytes + len(joiners) * _broadcast_bytes(broadcast),
+    )
+
+
+def _relabel(state: State, device: int, broadcast: Broadcast) -> None:
+    setup = state.setup
+    rows = setup.shelf.unlabelled_rows(device)
+    kept, hyper = state.device(device), state.hyper(device)
+    for first in range(rows.start, rows.stop, ROWS_AT_ONCE):
+        some = slice(first, min(first + ROWS_AT_ONCE, rows.stop))
+        state.targets[some] = setup.algorithm.relabel(
+            setup.method,
+            hyper,
+            broadcast,
+            kept,
+            setup.shelf.x[some],
+            state.targets[some],
+            rows.stop - rows.start,
+        )
+
+
+def _keep(state: State, finished: Finished, broadcast: Broadcast, samples: int) -> Sum | None:
+    """Store what the devices keep; sum what the server counts, and let those devices know."""
+    setup, algorithm, method = state.setup, state.setup.algorithm, state.setup.method
+    everyone = [task.device for task in finished.group]
+    _put(state.devices, everyone, finished.device)
+    arrived = [slot for slot, task in enumerate(finished.group) if not task.lost]
+    if not arrived:
+        return None
+    slots = torch.tensor(arrived, device=state.targets.device)
+    counted = [everyone[slot] for slot in arrived]
+    hyper = map_tensors(lambda t: t[torch.tensor(counted, device=t.device)], setup.hyper)
+    device, upload = (map_tensors(lambda t: t[slots], group) for group in (finished.device, finished.upload))
+    _put(state.devices, counted, algorithm.commit(method, hyper, broadcast, device, upload))
+    sizes = setup.sizes.labelled[counted] + setup.sizes.unlabelled[counted]
+    weights = torch.from_numpy(sizes / samples).to(state.targets)
+    total: Sum = map_tensors(lambda t: t.sum(0), algorithm.contribution(method, hyper, upload, weights))
+    return total
+
+
+def _put(devices: Device, which: list[int], values: Device) -> None:
+    for kept, new in zip(devices, values, strict=True):
+        kept[torch.tensor(which, device=kept.device)] = new
+
+
+def _stop_if_not_finite(round: int, setup: Setup, finished: Finished) -> None:
+    fine = finished.costs.isfinite().all(-1) & finished.upload.delta.isfinite().all(-1)
+    if not fine.all():
+        device = finished.group[int((~fine).nonzero()[0])].device
+        raise RunError(
+            f"the loss of device {setup.names[device]} is no longer a finite number in round {round}; "
+            "use a smaller algorithm.eta (or algorithm.alpha_p)"
+        )
+
+
+def _broadcast_bytes(broadcast: Broadcast) -> int:
+    return sum(t.numel() * t.element_size() for t in broadcast)

@@ -1,0 +1,237 @@
+"""From a federation, a model and settings to everything that stays fixed during a run."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedcpsl import config as settings
+from fedcpsl import schedule
+from fedcpsl.algorithm import Algorithm, Hyper, Method, Parts
+from fedcpsl.algorithms import find_algorithm
+from fedcpsl.data.federation import TEST, UNLABELLED, Federation
+from fedcpsl.errors import InputError
+from fedcpsl.network import Network
+from fedcpsl.problem import Costs
+
+
+class Shelf(NamedTuple):
+    """All samples on the compute device, each device's in one piece.
+
+    Training rows lie device by device, labelled before unlabelled; `start` [devices + 1] and `labelled` [devices]
+    say where. `truth` is the class of every training row, -1 where nobody knows.
+    """
+
+    x: Tensor
+    one_hot: Tensor  # [rows, classes]: labels; uniform where unlabelled
+    truth: Tensor
+    start: NDArray[np.int64]
+    labelled: NDArray[np.int64]
+    test_x: Tensor
+    test_y: Tensor
+    test_start: NDArray[np.int64]
+
+    def unlabelled_rows(self, device: int) -> slice:
+        return slice(int(self.start[device] + self.labelled[device]), int(self.start[device + 1]))
+
+    def all_rows(self, device: int) -> slice:
+        return slice(int(self.start[device]), int(self.start[device + 1]))
+
+    def test_rows(self, device: int) -> slice:
+        return slice(int(self.test_start[device]), int(self.test_start[device + 1]))
+
+
+class Setup(NamedTuple):
+    """What a simulation reads and never changes."""
+
+    algorithm: Algorithm
+    method: Method
+    hyper: Hyper  # one of each per device, [devices]
+    work: schedule.Work
+    rounds: int
+    joins: NDArray[np.int64]  # the round from which a device is in the roster
+    sizes: schedule.Sizes
+    shelf: Shelf
+    names: tuple[str, ...]
+    seed: int
+    slots: int  # devices side by side; 0: one after another
+
+    @property
+    def devices(self) -> int:
+        return len(self.names)
+
+    @property
+    def executor(self) -> str:
+        return "vectorised" if self.slots else "sequential"
+
+    def roster(self, round: int) -> NDArray[np.int64]:
+        """The devices that have joined before a round."""
+        return np.flatnonzero(self.joins <= round)
+
+    def samples_in(self, roster: NDArray[np.int64]) -> int:
+        return int(self.sizes.labelled[roster].sum() + self.sizes.unlabelled[roster].sum())
+
+
+def prepare(
+    federation: Federation,
+    model: nn.Module,
+    algorithm: settings.Algorithm | None = None,
+    work: settings.Work | None = None,
+    run: settings.Run | None = None,
+    costs: Costs | None = None,
+) -> Setup:
+    """Check everything once, at the edge, and put the data where it will be used."""
+    algorithm, work, run = algorithm or settings.Algorithm(), work or settings.Work(), run or settings.Run()
+    for section, values in (("algorithm", algorithm), ("work", work), ("run", run)):
+        settings.check(section, values)
+    implementation, parts = find_algorithm(algorithm.name)
+    parts = choose_parts(parts, algorithm)
+    device = choose_device(run.device)
+    dtype = choose_dtype(run.dtype, device)
+    shelf = _shelve(federation, device, dtype)
+    network = Network(model, shelf.x, federation.classes)
+    network.batched = choose_executor(run.executor, network, device) == "vectorised"
+    active = choose_active(work.active, parts, federation.devices - work.joiners)
+    costs = costs or Costs()
+    if algorithm.pseudo_labels == "closed_form" and parts.unlabelled and not costs.closed_form:
+        raise InputError(
+            'algorithm.pseudo_labels = "closed_form": belongs to the default loss and regulariser; give "gradient"'
+        )
+    return Setup(
+        algorithm=implementation,
+        method=Method(network, parts, costs, algorithm.pseudo_labels, algorithm.eta_g),
+        hyper=_hyper(algorithm, parts, federation.devices, device, dtype),
+        work=schedule.Work(
+            active=active,
+            unit=work.unit,
+            amount=work.amount,
+            hlu=(work.hlu[0], work.hlu[1]),
+            batch_labelled=work.batch_labelled,
+            batch_unlabelled=work.batch_unlabelled,
+            loss_rate=work.loss_rate,
+        ),
+        rounds=work.rounds,
+        joins=_joins(work, federation.devices),
+        sizes=federation.sizes,
+        shelf=shelf,
+        names=federation.names,
+        seed=run.seed,
+        slots=(run.slots or federation.devices) if network.batched else 0,
+    )
+
+
+def choose_parts(parts: Parts, algorithm: settings.Algorithm) -> Parts:
+    """The algorithm's own parts, less or plus what the settings switch."""
+    names = ("unlabelled", "personal", "control_variates", "momentum", "normalised")
+    switched = {name: getattr(algorithm, name) for name in names}
+    return parts._replace(**{k: v for k, v in switched.items() if v != settings.AUTO})
+
+
+def choose_active(active: int | str, parts: Parts, devices: int) -> int:
+    """m: as given, checked; auto is 4, or everyone where the algorithm asks for that."""
+    if active == settings.AUTO:
+        return devices if parts.everyone else min(4, devices)
+    active = int(active)
+    if active > devices:
+        raise InputError(f"work.active = {active}: there are only {devices} devices to draw from; give at most that")
+    if parts.everyone and active != devices:
+        raise InputError(f"work.active = {active}: this algorithm needs every device in every round; give {devices}")
+    return active
+
+
+def choose_device(name: str) -> torch.device:
+    """Where to compute; auto is cuda where there is one, else the cpu."""
+    if name == settings.AUTO:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"run.device = {name!r}: no such device; give cpu, cuda, cuda:1, ... or mps") from None
+    present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not present.get(device.type, False):
+        raise InputError(f"run.device = {name!r}: this machine has none that PyTorch can use; give cpu")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "float64" and device.type == "mps":
+        raise InputError('run.dtype = "float64": mps has no float64; give float32, or run.device = "cpu"')
+    return torch.float64 if name == "float64" else torch.float32
+
+
+def choose_executor(name: str, network: Network, device: torch.device) -> str:
+    """auto: side by side on an accelerator, and on a cpu where all layers become batched matmuls."""
+    if name != settings.AUTO:
+        return name
+    return "vectorised" if device.type != "cpu" or network.fully_batched else "sequential"
+
+
+def _hyper(
+    algorithm: settings.Algorithm, parts: Parts, devices: int, device: torch.device, dtype: torch.dtype
+) -> Hyper:
+    eta = choose_eta(algorithm.eta, "", "epochs")
+    beta = algorithm.beta if isinstance(algorithm.beta, list) else [algorithm.beta] * devices
+    if len(beta) != devices:
+        raise InputError(f"algorithm.beta has {len(beta)} values for {devices} devices; give one each, or one number")
+
+    def each(value: float) -> Tensor:
+        return torch.full((devices,), value, device=device, dtype=dtype)
+
+    return Hyper(
+        eta=each(eta),
+        eta_lc=each(choose_eta_lc(algorithm, eta)),
+        gamma=each(algorithm.gamma if parts.momentum else 0.0),
+        beta=torch.tensor(beta, device=device, dtype=dtype),
+        alpha_p=each(algorithm.alpha_p if parts.unlabelled else 0.0),
+        alpha_r=each(algorithm.alpha_r if parts.unlabelled else 0.0),
+        eta_v=each(algorithm.eta_v),
+    )
+
+
+def choose_eta(eta: float | str, dataset: str, unit: str) -> float:
+    """The paper's step sizes for its data sets, 0.05 for others."""
+    if eta != settings.AUTO:
+        return float(eta)
+    paper = {"mnist": (0.005, 0.002)}
+    return paper.get(dataset, (0.05, 0.05))[unit == "hlu"]
+
+
+def choose_eta_lc(algorithm: settings.Algorithm, eta: float) -> float:
+    """2 eta for FedCPSL, eta for the others."""
+    if algorithm.eta_lc != settings.AUTO:
+        return float(algorithm.eta_lc)
+    return 2 * eta if algorithm.name == "fedcpsl" else eta
+
+
+def _joins(work: settings.Work, devices: int) -> NDArray[np.int64]:
+    if work.joiners >= devices:
+        raise InputError(f"work.joiners = {work.joiners}: leave at least one of the {devices} devices for the start")
+    joins = np.zeros(devices, np.int64)
+    joins[devices - work.joiners :] = work.join_round
+    return joins
+
+
+def _shelve(federation: Federation, device: torch.device, dtype: torch.dtype) -> Shelf:
+    order, counts = federation.order, federation.counts
+    is_test = federation.role[order] == TEST
+    train, test = order[~is_test], order[is_test]
+    truth = torch.from_numpy(federation.y[train]).to(device)
+    hidden = torch.from_numpy(federation.role[train] == UNLABELLED).to(device)
+    one_hot = torch.nn.functional.one_hot(truth.clamp_min(0), federation.classes).to(dtype)
+    one_hot[hidden] = 1 / federation.classes
+    return Shelf(
+        x=_tensor(federation.x[train], device, dtype),
+        one_hot=one_hot,
+        truth=truth,
+        start=np.concatenate([[0], counts[:, :TEST].sum(1).cumsum()]),
+        labelled=federation.sizes.labelled,
+        test_x=_tensor(federation.x[test], device, dtype),
+        test_y=torch.from_numpy(federation.y[test]).to(device),
+        test_start=np.concatenate([[0], counts[:, TEST].cumsum()]),
+    )
+
+
+def _tensor(array: NDArray[Any], device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, dtype)

@@ -1,0 +1,193 @@
+"""Replaying test vectors: tiny recorded runs in float64 whose every random choice is an input."""
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedcpsl import config
+from fedcpsl.data.federation import LABELLED, TEST, UNLABELLED, Federation
+from fedcpsl.errors import InputError
+from fedcpsl.evaluation import predict
+from fedcpsl.schedule import DeviceRound
+from fedcpsl.simulation import Setup, State, initial_state, prepare
+from fedcpsl.simulation.rounds import next_state
+from fedcpsl.theory import objectives
+
+RELATIVE, ABSOLUTE = 1e-9, 1e-11
+Vector = dict[str, Any]
+
+
+class Difference(NamedTuple):
+    """One compared quantity: `error` is relative to the tolerance, so above 1 is a failure."""
+
+    quantity: str
+    round: int
+    device: int | None
+    error: float
+    largest: float  # the largest absolute difference
+
+    def __str__(self) -> str:
+        where = f"round {self.round}" + ("" if self.device is None else f", device {self.device}")
+        return f"{where}: {self.quantity} differs by {self.largest:.3g}"
+
+
+def executors() -> list[tuple[str, str]]:
+    """Every (executor, device) that this machine can run in float64."""
+    devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+    return [(executor, device) for device in devices for executor in ("sequential", "vectorised")]
+
+
+def read_vector(path: Path) -> Vector:
+    """A vector file as arrays, its `meta` as a dictionary."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            vector: Vector = {name: file[name] for name in file.files}
+        vector["meta"] = json.loads(str(vector["meta"]))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except (OSError, ValueError, KeyError, BadZipFile, EOFError) as error:
+        raise InputError(f"{path}: not a test vector ({error}); give an .npz with meta, in/... and out/...") from error
+    return vector
+
+
+def replay(vector: Vector, executor: str, device: str = "cpu") -> Iterator[Difference]:
+    """Run the recorded schedule and compare every recorded output, in order of rounds."""
+    try:
+        setup = _setup(vector, executor, device)
+        rounds = vector["meta"]["rounds"]
+        state = initial_state(setup)
+        yield from _compare(vector, state)
+        for r in range(rounds):
+            state = next_state(state, _plan(vector, r))
+            yield from _compare(vector, state)
+        yield from _compare_predictions(vector, state)
+        yield from _not_compared(vector, state)
+    except KeyError as error:
+        raise InputError(f"not a test vector: {error} is missing") from error
+
+
+def vector_network(sizes: list[int], activation: str) -> nn.Sequential:
+    """Layer k is called k; the activation follows every layer but the last."""
+    kinds = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "gelu": nn.GELU}
+    network = nn.Sequential()
+    for k, (a, b) in enumerate(pairwise(sizes)):
+        network.add_module(str(k), nn.Linear(a, b))
+        if k < len(sizes) - 2:
+            network.add_module(f"activation{k}", kinds[activation]())
+    return network
+
+
+def _setup(vector: Vector, executor: str, device: str) -> Setup:
+    meta = vector["meta"]
+    model = vector_network(meta["sizes"], meta["activation"]).double()
+    model.load_state_dict({k: torch.from_numpy(vector[f"in/init/{k}"]) for k in model.state_dict()})
+    return prepare(
+        _federation(vector),
+        model,
+        config.Algorithm(
+            name=meta["algorithm"],
+            beta=[float(b) for b in meta["beta"]],
+            **{k: meta[k] for k in ("gamma", "eta", "eta_lc", "eta_g", "alpha_p", "alpha_r", "pseudo_labels", "eta_v")},
+        ),
+        config.Work(
+            rounds=meta["rounds"],
+            active=meta["active"],
+            batch_labelled=meta["batch_l"],
+            batch_unlabelled=meta["batch_u"],
+        ),
+        config.Run(executor=executor, device=device, dtype="float64"),
+    )
+
+
+def _federation(vector: Vector) -> Federation:
+    devices = vector["meta"]["devices"]
+    pieces = [
+        (i, role, vector[f"in/device{i}/{name}"])
+        for i in range(devices)
+        for role, name in ((LABELLED, "x_l"), (UNLABELLED, "x_u"), (TEST, "x_t"))
+    ]
+    labels = [
+        vector[f"in/device{i}/y_l"] if role == LABELLED else np.full(len(x), -1, np.int64) for i, role, x in pieces
+    ]
+    return Federation(
+        x=np.concatenate([x for _, _, x in pieces]),
+        y=np.concatenate(labels).astype(np.int64),
+        device=np.concatenate([np.full(len(x), i) for i, _, x in pieces]),
+        role=np.concatenate([np.full(len(x), role, np.int8) for _, role, x in pieces]),
+        classes=vector["meta"]["sizes"][-1],
+        names=tuple(str(i) for i in range(devices)),
+    )
+
+
+def _plan(vector: Vector, r: int) -> list[DeviceRound]:
+    at = f"in/schedule/round{r}"
+    return [
+        DeviceRound(int(i), int(steps), vector[f"{at}/device{i}/batch_l"], vector[f"{at}/device{i}/batch_u"])
+        for i, steps in sorted(zip(vector[f"{at}/active"].tolist(), vector[f"{at}/steps"].tolist(), strict=True))
+    ]
+
+
+def _compare(vector: Vector, state: State) -> Iterator[Difference]:
+    for quantity, device, key, value in _recorded(state):
+        if key in vector:
+            yield _difference(quantity, state.round, device, value, vector[key])
+
+
+def _recorded(state: State) -> list[tuple[str, int | None, str, NDArray[Any]]]:
+    """What a vector may hold of a state: quantity, device, key and our value."""
+    at, network = f"out/round{state.round}", state.setup.method.network
+    found: list[tuple[str, int | None, str, NDArray[Any]]] = []
+    trees: list[tuple[str, int | None, str, Tensor]] = [
+        ("theta", None, f"{at}/theta", state.server.theta),
+        ("c", None, f"{at}/c", state.server.c),
+    ]
+    for i in range(state.setup.devices):
+        kept = state.device(i)
+        trees += [
+            ("theta_lc", i, f"{at}/device{i}/theta_lc", kept.theta_lc),
+            ("c_i", i, f"{at}/device{i}/c", kept.c),
+        ]
+        found.append(("nu", i, f"{at}/device{i}/nu", state.nu(i).cpu().numpy()))
+    for quantity, device, key, flat in trees:
+        named = network.named(flat if flat.numel() else torch.zeros_like(network.initial))
+        found += [(quantity, device, f"{key}/{name}", t.cpu().numpy()) for name, t in named.items()]
+    computed = objectives(state)._asdict()
+    found += [(name, None, f"{at}/{name}", np.asarray(value)) for name, value in computed.items()]
+    return found
+
+
+def _not_compared(vector: Vector, state: State) -> Iterator[Difference]:
+    """Recorded outputs that nothing above looks at: a vector must not pass because it was not understood."""
+    here = {key.replace(f"round{state.round}/", "", 1) for _, _, key, _ in _recorded(state)}
+    for key in vector:
+        after_round = re.sub(r"^out/round\d+/", "out/", key)
+        if key.startswith("out/") and not key.startswith("out/final/") and after_round not in here:
+            yield Difference(key, state.round, None, float("inf"), float("inf"))
+
+
+def _compare_predictions(vector: Vector, state: State) -> Iterator[Difference]:
+    predictions = predict(state)
+    for i in range(state.setup.devices):
+        log_h = predictions.personal[state.setup.shelf.test_rows(i)]
+        expected = vector[f"out/final/device{i}/probabilities"]
+        yield _difference("probabilities", state.round, i, log_h.exp().cpu().numpy(), expected)
+
+
+def _difference(
+    quantity: str, round: int, device: int | None, value: NDArray[Any], expected: NDArray[Any]
+) -> Difference:
+    if value.shape != expected.shape:
+        return Difference(quantity, round, device, float("inf"), float("inf"))
+    gap = np.abs(value - expected)
+    allowed = ABSOLUTE + RELATIVE * np.abs(expected)
+    worst = float((gap / allowed).max(initial=0.0))
+    return Difference(quantity, round, device, worst if worst == worst else float("inf"), float(gap.max(initial=0.0)))
