@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedcpsl import config
+from fedcpsl.data.archive import read_archive
 from fedcpsl.data.federation import LABELLED, TEST, UNLABELLED, Federation
 from fedcpsl.errors import InputError
 from fedcpsl.evaluation import predict
@@ -48,14 +48,11 @@ def executors() -> list[tuple[str, str]]:
 
 def read_vector(path: Path) -> Vector:
     """A vector file as arrays, its `meta` as a dictionary."""
+    vector: Vector = dict(read_archive(path))
     try:
-        with np.load(path, allow_pickle=False) as file:
-            vector: Vector = {name: file[name] for name in file.files}
         vector["meta"] = json.loads(str(vector["meta"]))
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except (OSError, ValueError, KeyError, BadZipFile, EOFError) as error:
-        raise InputError(f"{path}: not a test vector ({error}); give an .npz with meta, in/... and out/...") from error
+    except (KeyError, ValueError) as error:
+        raise InputError(f"{path}: not a test vector: `meta` is missing or not JSON") from error
     return vector
 
 

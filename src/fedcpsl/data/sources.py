@@ -5,12 +5,12 @@ import os
 import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedcpsl import config
+from fedcpsl.data.archive import read_archive
 from fedcpsl.data.federation import Federation, draw_roles
 from fedcpsl.data.partition import by_classes
 from fedcpsl.errors import InputError, did_you_mean
@@ -117,7 +117,7 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
 
 def read_npz(path: Path, data: config.Data, seed: int) -> Federation:
     """Your own data: `x`, `y` (-1 where unlabelled), `device`, and optionally `test`."""
-    arrays = _load_npz(path)
+    arrays = read_archive(path)
     for name in ("x", "y", "device"):
         if name not in arrays:
             raise InputError(f"{path}: has no array {name!r} (it has {', '.join(arrays) or 'none'}); add it")
@@ -134,25 +134,3 @@ def read_npz(path: Path, data: config.Data, seed: int) -> Federation:
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     return federation
-
-
-def _load_npz(path: Path) -> dict[str, NDArray[Any]]:
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            if not hasattr(file, "files"):
-                raise InputError(f"{path}: a single array; give an .npz archive with x, y and device")
-            return {name: _load_array(path, file, name) for name in file.files}
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such data file") from None
-    except (OSError, ValueError, BadZipFile, EOFError, zlib.error) as error:
-        raise InputError(f"{path}: not a readable .npz archive ({error}); write it again with numpy.savez") from error
-
-
-def _load_array(path: Path, file: Any, name: str) -> NDArray[Any]:
-    try:
-        array: NDArray[Any] = file[name]
-    except ValueError as error:
-        if "Object arrays" not in str(error):
-            raise
-        raise InputError(f"{path}: {name} is an array of Python objects; give it as numbers") from error
-    return array

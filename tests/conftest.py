@@ -1,0 +1,40 @@
+"""One thread (a suite of tiny models runs many times faster so) and small federations to test with."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedcpsl.data.federation import LABELLED, TEST, UNLABELLED, Federation
+
+torch.set_num_threads(1)
+
+
+def small_federation(sizes=((3, 5), (1, 7), (4, 2), (0, 6), (5, 0)), features=6, classes=3, tests=4, seed=0):
+    """Devices with (labelled, unlabelled) samples as given: unequal, some without labels or without the rest."""
+    rng = np.random.default_rng(seed)
+    device, role = [], []
+    for i, (n, m) in enumerate(sizes):
+        device += [i] * (n + m + tests)
+        role += [LABELLED] * n + [UNLABELLED] * m + [TEST] * tests
+    count = len(device)
+    y = rng.integers(0, classes, count)
+    x = rng.normal(size=(count, features)) + np.eye(classes, features)[y]
+    return Federation(
+        x, y, np.array(device), np.array(role, np.int8), classes, tuple(f"phone-{i}" for i in range(len(sizes)))
+    )
+
+
+def small_model(features=6, classes=3, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(features, 8), nn.Tanh(), nn.Linear(8, classes))
+
+
+@pytest.fixture
+def federation():
+    return small_federation()
+
+
+@pytest.fixture
+def model():
+    return small_model()

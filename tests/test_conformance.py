@@ -1,0 +1,307 @@
+"""What every algorithm must satisfy. A new file under algorithms/ is tested by being there."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedcpsl import config
+from fedcpsl.algorithm import Local, map_tensors
+from fedcpsl.algorithms import all_algorithms
+from fedcpsl.problem import Samples
+from fedcpsl.runs.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from fedcpsl.schedule import DeviceRound, draw_round
+from fedcpsl.simulation import initial_state, prepare, simulate
+from fedcpsl.simulation.rounds import next_state
+
+from .conftest import small_federation, small_model
+
+NAMES = sorted(all_algorithms())
+SWITCHES = ("unlabelled", "personal", "control_variates", "momentum", "normalised")
+WORK = config.Work(rounds=4, active=4, unit="hlu", hlu=[1, 4], batch_labelled=3, batch_unlabelled=4, loss_rate=0.3)
+
+
+def make(name, executor="sequential", *, work=WORK, federation=None, model=None, slots=0, dtype="float64", **numbers):
+    federation = federation or small_federation()
+    chosen = {"eta": 0.05, "alpha_p": 0.5, "alpha_r": 0.2, "beta": [0.1, 0.9, 0.0, 1.0, 0.5]} | numbers
+    if all_algorithms()[name][1].everyone:
+        work = replace(work, active="auto")
+    return prepare(
+        federation,
+        model or small_model(),
+        config.Algorithm(name=name, **chosen),
+        work,
+        config.Run(executor=executor, slots=slots, dtype=dtype, seed=3, device="cpu"),
+    )
+
+
+def final(setup, start=None):
+    state = start
+    for state in simulate(setup, start):
+        pass
+    return state
+
+
+def tensors(state):
+    return {
+        "theta": state.server.theta,
+        "c": state.server.c,
+        "theta_lc": state.devices.theta_lc,
+        "c_i": state.devices.c,
+        "nu": state.targets,
+    }
+
+
+def assert_equal(a, b, tolerance=1e-10):
+    for (name, x), y in zip(tensors(a).items(), tensors(b).values(), strict=True):
+        if tolerance == 0:
+            assert torch.equal(x, y), name
+        else:
+            assert torch.allclose(x, y, rtol=tolerance, atol=tolerance), (name, (x - y).abs().max().item())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_executors_agree(name):
+    """Unequal step counts and data sizes, empty label sets and lost uploads included."""
+    reference = final(make(name))
+    assert reference.lost > 0
+    assert_equal(reference, final(make(name, "vectorised")))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_chunking_changes_nothing(name, slots):
+    assert_equal(final(make(name, "vectorised")), final(make(name, "vectorised", slots=slots)))
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize("name", ["fedcpsl", "fedavg"])
+def test_every_part_can_be_switched_alone(name, switch):
+    parts = all_algorithms()[name][1]
+    flipped = {switch: not getattr(parts, switch)}
+    changed = final(make(name, **flipped))
+    assert_equal(changed, final(make(name, "vectorised", **flipped)))
+    moved = (changed.server.theta - final(make(name)).server.theta).abs().max()
+    # a personal model is trained beside theta and never moves it; alpha_p = alpha_r = 0 is what "unlabelled" off means
+    assert (moved > 1e-6) == (switch != "personal")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_changes_nothing(name):
+    """Rows with no weight, of whatever content, and a device's rows within a wider batch."""
+    setup = make(name, "vectorised")
+    algorithm, method = setup.algorithm, setup.method
+    state = initial_state(setup)
+    index = torch.tensor([0, 2])
+    hyper = map_tensors(lambda t: t[index], setup.hyper)
+    device = map_tensors(lambda t: t[index], state.devices)
+    rng = np.random.default_rng(0)
+    x = torch.from_numpy(rng.normal(size=(2, 5, 6)))
+    target = torch.softmax(torch.from_numpy(rng.normal(size=(2, 5, 3))), -1)
+    labelled = torch.tensor([[0.5, 0.5, 0, 0, 0]] * 2, dtype=torch.float64)
+    unlabelled = torch.tensor([[0, 0, 1 / 3, 1 / 3, 1 / 3]] * 2, dtype=torch.float64)
+    garbage = torch.full((2, 3, 6), 77.0, dtype=torch.float64)
+    padded = Samples(
+        torch.cat([x, garbage], 1),
+        torch.cat([target, target[:, :3]], 1),
+        torch.nn.functional.pad(labelled, (0, 3)),
+        torch.nn.functional.pad(unlabelled, (0, 3)),
+    )
+    sent = algorithm.broadcast(state.server)
+    ends = []
+    for samples in (Samples(x, target, labelled, unlabelled), padded):
+        local = algorithm.begin(method, hyper, sent, device)
+        for _ in range(3):
+            local = algorithm.step(method, hyper, local, samples)
+        ends.append(local)
+    for a, b in zip(ends[0].models, ends[1].models, strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("executor", ["sequential", "vectorised"])
+def test_a_round_is_deterministic(name, executor):
+    assert_equal(final(make(name, executor)), final(make(name, executor)), tolerance=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_states_survive_saving(name, tmp_path):
+    """Stopping after round 2, saving and loading ends with the same bits as going straight through."""
+    setup = make(name, "vectorised")
+    rounds = simulate(setup)
+    for _ in range(3):
+        state = next(rounds)
+    save_checkpoint(tmp_path, state)
+    loaded = load_checkpoint(checkpoints(tmp_path)[-1], setup)
+    assert loaded.round == 2
+    assert_equal(final(setup, loaded), final(setup), tolerance=0)
+    counters = ("steps", "uplink_bytes", "downlink_bytes", "lost")
+    straight, resumed = final(setup), final(setup, load_checkpoint(checkpoints(tmp_path)[-1], setup))
+    assert [getattr(straight, c) for c in counters] == [getattr(resumed, c) for c in counters]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inputs_are_not_modified(name):
+    """All functions leave what they are given alone; only a device's own working state may be reused."""
+    setup = make(name, "vectorised")
+    algorithm, method, hyper = setup.algorithm, setup.method, setup.hyper
+    state = initial_state(setup)
+    rng = np.random.default_rng(1)
+    server = map_tensors(lambda t: t + 0.1, state.server)
+    device = map_tensors(lambda t: t + 0.2, state.devices)
+    sent = algorithm.broadcast(server)
+    x = torch.from_numpy(rng.normal(size=(5, 4, 6)))
+    nu = torch.softmax(torch.from_numpy(rng.normal(size=(5, 4, 3))), -1)
+    weights = torch.full((5, 4), 0.25, dtype=torch.float64)
+    samples = Samples(x, nu, weights, weights)
+    given_in = [server, device, sent, hyper, samples[:4]]
+    before = [map_tensors(lambda t: t.clone(), tuple(s)) for s in given_in]
+    algorithm.relabel(method, hyper, sent, device, x, nu, 4)
+    local = algorithm.step(method, hyper, algorithm.begin(method, hyper, sent, device), samples)
+    steps = torch.ones(5, dtype=torch.int64)
+    kept, upload = algorithm.finish(method, hyper, sent, device, local, steps)
+    upload_before = map_tensors(lambda t: t.clone(), upload)
+    algorithm.commit(method, hyper, sent, kept, upload)
+    added = algorithm.contribution(method, hyper, upload, weights[:, 0])
+    total = map_tensors(lambda t: t.sum(0), added)
+    algorithm.apply(method, server, total, 5)
+    algorithm.admit(method, server, 10, 20)
+    log_h = torch.log_softmax(x[..., :3], -1)
+    algorithm.predict(method, hyper, log_h, log_h)
+    for state_before, state_after in zip(before, given_in, strict=True):
+        for a, b in zip(state_before, state_after, strict=True):
+            assert torch.equal(a, b)
+    assert all(torch.equal(a, b) for a, b in zip(upload_before, upload, strict=True))
+    assert isinstance(local, Local)
+
+
+def invariant_gap(state):
+    """|c - sum_i omega_i c_i| over the roster."""
+    setup = state.setup
+    roster = setup.roster(max(state.round - 1, 0))
+    sizes = setup.sizes.labelled[roster] + setup.sizes.unlabelled[roster]
+    weights = torch.from_numpy(sizes / sizes.sum())
+    return (state.server.c - weights @ state.devices.c[torch.from_numpy(roster)]).abs().max().item()
+
+
+WITH_CONTROL = [name for name in NAMES if all_algorithms()[name][1].control_variates]
+
+
+@pytest.mark.parametrize("name", WITH_CONTROL)
+@settings(max_examples=15, deadline=None)
+@given(
+    lost=st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=3, max_size=3),
+    steps=st.lists(st.lists(st.integers(0, 4), min_size=5, max_size=5), min_size=3, max_size=3),
+    joiners=st.integers(0, 2),
+    executor=st.sampled_from(["sequential", "vectorised"]),
+)
+def test_c_is_the_weighted_mean_of_all_c_i(name, lost, steps, joiners, executor):
+    """Whatever uploads are lost, whoever does nothing, whoever joins late."""
+    setup = make(name, executor, work=replace(WORK, active="auto", joiners=joiners, join_round=2))
+    state = initial_state(setup)
+    rng = np.random.default_rng(5)
+    for r in range(3):
+        plan = [
+            DeviceRound(
+                int(i),
+                steps[r][i],
+                rng.integers(0, setup.sizes.labelled[i], (steps[r][i], 3))
+                if setup.sizes.labelled[i]
+                else np.empty((steps[r][i], 0), np.int64),
+                rng.integers(0, setup.sizes.unlabelled[i], (steps[r][i], 4))
+                if setup.sizes.unlabelled[i]
+                else np.empty((steps[r][i], 0), np.int64),
+                lost=lost[r][i],
+            )
+            for i in setup.roster(r)
+        ]
+        state = next_state(state, plan)
+        assert invariant_gap(state) < 1e-12
+
+
+@pytest.mark.parametrize("executor", ["sequential", "vectorised"])
+def test_a_round_whose_uploads_are_all_lost_moves_no_server(executor):
+    setup = make("fedcpsl", executor, work=replace(WORK, loss_rate=1.0))
+    start, end = initial_state(setup), final(setup)
+    assert torch.equal(start.server.theta, end.server.theta)
+    assert not end.devices.c.any()
+    assert not torch.equal(start.devices.theta_lc, end.devices.theta_lc)  # its own, kept either way
+    assert end.lost == end.active_rounds.sum()
+
+
+@pytest.mark.parametrize("executor", ["sequential", "vectorised"])
+def test_a_device_without_time_changes_nothing_and_is_not_counted(executor):
+    setup = make("fedcpsl", executor, work=replace(WORK, loss_rate=0.0))
+    sizes = setup.sizes
+    plan = draw_round(3, 0, [0, 1, 2, 4], sizes, setup.work, unlabelled=True, dropout=False)
+    idle = [task._replace(steps=0) if task.device == 1 else task for task in plan]
+    without = [task for task in plan if task.device != 1]
+    a, b = next_state(initial_state(setup), idle), next_state(initial_state(setup), without)
+    assert_equal(a, b, tolerance=0)
+    assert a.active_rounds[1] == 0
+    assert a.uplink_bytes == b.uplink_bytes
+
+
+@pytest.mark.parametrize("executor", ["sequential", "vectorised"])
+def test_a_round_in_which_nobody_can_work_changes_nothing(executor):
+    """Labels alone, and the only active device has none."""
+    setup = make("fedavg", executor)
+    plan = draw_round(3, 0, [3], setup.sizes, setup.work, unlabelled=False, dropout=False)
+    assert plan[0].steps == 0
+    before, after = initial_state(setup), next_state(initial_state(setup), plan)
+    assert_equal(before, after, tolerance=0)
+    assert after.round == 1
+
+
+def test_joiners_start_at_the_theta_they_are_sent():
+    work = replace(WORK, joiners=2, join_round=2, active=3, loss_rate=0.0)
+    setup = make("fedcpsl", work=work)
+    states = []
+    for state in simulate(setup):
+        states.append((state.round, state.server.theta.clone(), state.devices.theta_lc.clone(), state.active_rounds))
+    _, theta, _, _ = states[2]
+    _, _, theta_lc, active = states[3]
+    for joiner in (3, 4):
+        if active[joiner] == 0:
+            assert torch.equal(theta_lc[joiner], theta)
+    assert states[2][3][3:].sum() == 0
+    assert states[-1][3][3:].sum() > 0
+
+
+def test_fedshvr_refuses_partial_participation():
+    from fedcpsl.errors import InputError
+
+    with pytest.raises(InputError, match="needs every device"):
+        prepare(small_federation(), small_model(), config.Algorithm(name="fedshvr"), config.Work(active=2))
+
+
+def test_float32_executors_agree_to_rounding():
+    a, b = final(make("fedcpsl", dtype="float32")), final(make("fedcpsl", "vectorised", dtype="float32"))
+    assert_equal(a, b, tolerance=1e-4)
+    assert a.server.theta.dtype == torch.float32
+
+
+def test_replaced_costs_need_the_gradient_form():
+    from fedcpsl.errors import InputError
+    from fedcpsl.problem import Costs, cross_entropy
+
+    costs = Costs(cross_entropy, lambda log_h, nu: (log_h.exp() - nu).square().sum(-1))
+    with pytest.raises(InputError, match="gradient"):
+        prepare(small_federation(), small_model(), config.Algorithm(), WORK, costs=costs)
+    ends = [
+        final(
+            prepare(
+                small_federation(),
+                small_model(),
+                config.Algorithm(pseudo_labels="gradient", eta=0.05, alpha_r=0.3),
+                WORK,
+                config.Run(executor=executor, dtype="float64"),
+                costs=costs,
+            )
+        )
+        for executor in ("sequential", "vectorised")
+    ]
+    assert_equal(*ends)

@@ -1,0 +1,53 @@
+"""The public test vectors, replayed on every executor; and a replay that must not pass."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedcpsl.errors import InputError
+from fedcpsl.vectors import executors, read_vector, replay
+
+VECTORS = sorted((Path(__file__).parent / "vectors").glob("*.npz"))
+
+
+@pytest.mark.parametrize(("executor", "device"), executors())
+@pytest.mark.parametrize("path", VECTORS, ids=lambda path: path.stem)
+def test_vector(path, executor, device):
+    differences = list(replay(read_vector(path), executor, device))
+    assert len(differences) > 50
+    assert [str(d) for d in differences if d.error > 1] == []
+
+
+def test_a_wrong_value_is_found_and_named():
+    vector = read_vector(VECTORS[0])
+    key = "out/round2/device1/theta_lc/0.weight"
+    vector[key] = vector[key] + 1e-7
+    wrong = [d for d in replay(vector, "vectorised") if d.error > 1]
+    assert [str(d) for d in wrong] == ["round 2, device 1: theta_lc differs by 1e-07"]
+
+
+def test_an_output_that_is_not_understood_is_a_difference():
+    vector = read_vector(VECTORS[0])
+    vector["out/round1/momentum"] = np.zeros(3)
+    assert any(d.quantity == "out/round1/momentum" and d.error > 1 for d in replay(vector, "sequential"))
+
+
+def test_a_changed_schedule_is_noticed():
+    vector = read_vector(VECTORS[-1])
+    key = next(k for k in vector if k.startswith("in/schedule/round1/device") and k.endswith("batch_l"))
+    vector[key] = (vector[key] + 1) % 2
+    assert any(d.error > 1 for d in replay(vector, "sequential"))
+
+
+@pytest.mark.parametrize("content", [b"", b"not an archive", b"PK\x03\x04broken"])
+def test_a_broken_file_is_named(tmp_path, content):
+    (tmp_path / "v.npz").write_bytes(content)
+    with pytest.raises(InputError, match=r"v\.npz"):
+        read_vector(tmp_path / "v.npz")
+
+
+def test_an_archive_of_something_else_is_named(tmp_path):
+    np.savez(tmp_path / "v.npz", x=np.zeros(3))
+    with pytest.raises(InputError, match="not a test vector"):
+        read_vector(tmp_path / "v.npz")
