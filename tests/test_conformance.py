@@ -1,5 +1,6 @@
 """What every algorithm must satisfy. A new file under algorithms/ is tested by being there."""
 
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -24,7 +25,18 @@ SWITCHES = ("unlabelled", "personal", "control_variates", "momentum", "normalise
 WORK = config.Work(rounds=4, active=4, unit="hlu", hlu=[1, 4], batch_labelled=3, batch_unlabelled=4, loss_rate=0.3)
 
 
-def make(name, executor="sequential", *, work=WORK, federation=None, model=None, slots=0, dtype="float64", **numbers):
+def make(
+    name,
+    executor="sequential",
+    *,
+    work=WORK,
+    federation=None,
+    model=None,
+    slots=0,
+    processes=1,
+    dtype="float64",
+    **numbers,
+):
     federation = federation or small_federation()
     chosen = {"eta": 0.05, "alpha_p": 0.5, "alpha_r": 0.2, "beta": [0.1, 0.9, 0.0, 1.0, 0.5]} | numbers
     if all_algorithms()[name][1].everyone:
@@ -34,15 +46,13 @@ def make(name, executor="sequential", *, work=WORK, federation=None, model=None,
         model or small_model(),
         config.Algorithm(name=name, **chosen),
         work,
-        config.Run(executor=executor, slots=slots, dtype=dtype, seed=3, device="cpu"),
+        config.Run(executor=executor, slots=slots, processes=processes, dtype=dtype, seed=3, device="cpu"),
     )
 
 
 def final(setup, start=None):
-    state = start
-    for state in simulate(setup, start):
-        pass
-    return state
+    *_, last = simulate(setup, start)
+    return last
 
 
 def tensors(state):
@@ -75,6 +85,18 @@ def test_executors_agree(name):
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_chunking_changes_nothing(name, slots):
     assert_equal(final(make(name, "vectorised")), final(make(name, "vectorised", slots=slots)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
+@pytest.mark.parametrize("executor", ["sequential", "vectorised"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_number_of_processes_changes_nothing(name, executor):
+    reference = final(make(name, executor))
+    for processes, slots in ((2, 0), (3, 1)):
+        shared = final(make(name, executor, processes=processes, slots=slots))
+        assert_equal(reference, shared)
+        assert shared.costs.keys() == reference.costs.keys()
+    assert_equal(shared, final(make(name, executor, processes=3, slots=1)), tolerance=0)
 
 
 @pytest.mark.parametrize("switch", SWITCHES)

@@ -30,9 +30,16 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ").split()
         if len(unknown) and message.startswith("unrecognized") and unknown[0].startswith("-"):
-            known = [flag for action in self._actions for flag in action.option_strings]
+            known = _flags(self)
             message = f"{unknown[0]}: no such option; {did_you_mean(unknown[0].partition('=')[0], known)}"
         raise InputError(message)
+
+
+def _flags(parser: argparse.ArgumentParser) -> list[str]:
+    """Every option of a parser and of its commands."""
+    commands = [a.choices.values() for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    own = [flag for action in parser._actions for flag in action.option_strings]
+    return own + [flag for parsers in commands for command in parsers for flag in _flags(command)]
 
 
 def run_command(arguments: Sequence[str]) -> int:

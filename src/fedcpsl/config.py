@@ -145,6 +145,12 @@ class Run:
         "vectorised",
     )
     slots: int = whole(0, "most devices side by side; 0: all active ones", 0)
+    processes: int | str = whole(
+        AUTO,
+        "processes that share a round's devices; auto: one per core on Linux, 1 on an accelerator",
+        1,
+        also=(AUTO,),
+    )
     device: str = text(AUTO, "cpu, cuda, mps; auto: cuda where there is one, else cpu")
     dtype: str = choice("float32", "floating-point type", "float32", "float64")
     evaluate_every: int = whole(1, "rounds between evaluations", 1)

@@ -101,7 +101,7 @@ def _setup(vector: Vector, executor: str, device: str) -> Setup:
             batch_labelled=meta["batch_l"],
             batch_unlabelled=meta["batch_u"],
         ),
-        config.Run(executor=executor, device=device, dtype="float64"),
+        config.Run(executor=executor, device=device, dtype="float64", processes=1),
     )
 
 

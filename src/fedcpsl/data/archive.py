@@ -14,8 +14,9 @@ from fedcpsl.errors import InputError
 def read_archive(path: Path) -> dict[str, NDArray[Any]]:
     """Every array of an .npz file; anything else is refused with the file's name and what to do."""
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            if not hasattr(archive, "files"):
+        with path.open("rb") as file:
+            archive = np.load(file, allow_pickle=False)
+            if isinstance(archive, np.ndarray):
                 raise InputError(f"{path}: a single array; give an .npz archive, as numpy.savez writes it")
             return {name: _read_array(path, archive, name) for name in archive.files}
     except FileNotFoundError:

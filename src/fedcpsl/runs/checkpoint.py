@@ -63,8 +63,8 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], numbers: dict[str, int]
     from safetensors.torch import save
 
     tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    metadata = {"numbers": json.dumps(numbers), "sha256": _digest(tensors, json.dumps(numbers))}
-    write_whole(path, save(tensors, metadata=metadata))
+    about = {"numbers": numbers, "sha256": _digest(tensors, numbers)}
+    write_whole(path, save(tensors, metadata={"fedcpsl": json.dumps(about)}))  # one key: several have no fixed order
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
@@ -73,13 +73,13 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
 
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
+            about = json.loads((file.metadata() or {}).get("fedcpsl", "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
         raise RunError(f"{path}: corrupt ({error}); {_WAY_OUT}") from error
-    if _digest(tensors, metadata.get("numbers", "")) != metadata.get("sha256"):
+    if "sha256" not in about or _digest(tensors, about.get("numbers", {})) != about["sha256"]:
         raise RunError(f"{path}: corrupt (its checksum does not match its content); {_WAY_OUT}")
-    return tensors, json.loads(metadata["numbers"])
+    return tensors, about["numbers"]
 
 
 _WAY_OUT = "move it away and resume from the checkpoint before it, which is intact"
@@ -96,8 +96,8 @@ def _tensors(state: State) -> dict[str, Tensor]:
     }
 
 
-def _digest(tensors: dict[str, Tensor], numbers: str) -> str:
-    h = sha256(numbers.encode())
+def _digest(tensors: dict[str, Tensor], numbers: dict[str, int]) -> str:
+    h = sha256(json.dumps(numbers).encode())
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
         h.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())

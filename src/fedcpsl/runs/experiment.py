@@ -59,7 +59,7 @@ def build(config: Config) -> Experiment:
     parts = setup.method.parts._asdict()
     parts.pop("everyone")
     algorithm = replace(config.algorithm, eta_lc=choose_eta_lc(config.algorithm, eta), **parts)
-    run = replace(config.run, executor=setup.executor, device=str(setup.shelf.x.device))
+    run = replace(config.run, executor=setup.executor, processes=setup.processes, device=str(setup.shelf.x.device))
     work = replace(config.work, active=setup.work.active)
     return Experiment(replace(config, algorithm=algorithm, run=run, work=work), federation, setup)
 

@@ -28,7 +28,12 @@ def make_manifest(setup: Setup, federation: Federation) -> dict[str, Any]:
         "devices": federation.devices,
         "classes": federation.classes,
         "parameters": setup.method.network.initial.numel(),
-        "layout": {"executor": setup.executor, "slots": setup.slots, "threads": torch.get_num_threads()},
+        "layout": {
+            "executor": setup.executor,
+            "slots": setup.slots,
+            "processes": setup.processes,
+            "threads": torch.get_num_threads(),
+        },
         **environment(setup.shelf.x.device),
     }
 

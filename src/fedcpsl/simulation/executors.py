@@ -1,6 +1,6 @@
 """Who calls the algorithm's functions: a loop over devices, or all of them side by side. Same answer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +30,9 @@ class Feed(NamedTuple):
     labelled: Tensor  # [slots, batch]: the weights of Samples
     unlabelled: Tensor
     keys: Tensor | None
+
+
+LocalRounds = Callable[[Setup, Sequence[DeviceRound], Device, Tensor, Broadcast], Iterator[Finished]]
 
 
 def local_rounds(

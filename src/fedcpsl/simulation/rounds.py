@@ -11,8 +11,9 @@ from torch import Tensor
 from fedcpsl.algorithm import Broadcast, Device, Hyper, Server, Sum, map_tensors
 from fedcpsl.errors import RunError
 from fedcpsl.schedule import DeviceRound, draw_round
-from fedcpsl.simulation.executors import Finished, local_rounds
+from fedcpsl.simulation.executors import Finished, LocalRounds, local_rounds
 from fedcpsl.simulation.setup import Setup
+from fedcpsl.simulation.workers import shared_rounds
 
 ROWS_AT_ONCE = 4096
 COUNT_BYTES = 8  # a step count, or one of the sizes n_i and m_i
@@ -51,18 +52,26 @@ def simulate(setup: Setup, start: State | None = None) -> Iterator[State]:
     state = start or initial_state(setup)
     if start is None:
         yield state
-    while state.round < setup.rounds:
-        plan = draw_round(
-            setup.seed,
-            state.round,
-            setup.roster(state.round).tolist(),
-            setup.sizes,
-            setup.work,
-            unlabelled=setup.method.parts.unlabelled,
-            dropout=setup.method.network.has_dropout,
-        )
-        state = next_state(state, plan)
-        yield state
+    broadcast = setup.algorithm.broadcast(state.server)
+    with shared_rounds(setup, state.devices, state.targets, broadcast) as (devices, targets, run):
+        state = state._replace(devices=devices, targets=targets)
+        while state.round < setup.rounds:
+            state = next_state(state, draw_plan(state), run)
+            yield state
+
+
+def draw_plan(state: State) -> list[DeviceRound]:
+    """The schedule of the state's next round."""
+    setup = state.setup
+    return draw_round(
+        setup.seed,
+        state.round,
+        setup.roster(state.round).tolist(),
+        setup.sizes,
+        setup.work,
+        unlabelled=setup.method.parts.unlabelled,
+        dropout=setup.method.network.has_dropout,
+    )
 
 
 def initial_state(setup: Setup) -> State:
@@ -85,7 +94,7 @@ def initial_state(setup: Setup) -> State:
     )
 
 
-def next_state(state: State, plan: Sequence[DeviceRound]) -> State:
+def next_state(state: State, plan: Sequence[DeviceRound], run: LocalRounds = local_rounds) -> State:
     """One round of Algorithm 1 by a given schedule."""
     setup = state.setup
     state = _admit_joiners(state)
@@ -97,7 +106,7 @@ def next_state(state: State, plan: Sequence[DeviceRound]) -> State:
             _relabel(state, task.device, broadcast)
     totals: list[Sum] = []
     costs: dict[int, list[float]] = {}
-    for finished in local_rounds(setup, working, state.devices, state.targets, broadcast):
+    for finished in run(setup, working, state.devices, state.targets, broadcast):
         _stop_if_not_finite(state.round + 1, setup, finished)
         counted = _keep(state, finished, broadcast, setup.samples_in(roster))
         totals += [counted] if counted else []

@@ -1,5 +1,6 @@
 """From a federation, a model and settings to everything that stays fixed during a run."""
 
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,6 +58,7 @@ class Setup(NamedTuple):
     names: tuple[str, ...]
     seed: int
     slots: int  # devices side by side; 0: one after another
+    processes: int  # that share each round's devices
 
     @property
     def devices(self) -> int:
@@ -93,6 +95,7 @@ def prepare(
     shelf = _shelve(federation, device, dtype)
     network = Network(model, shelf.x, federation.classes)
     network.batched = choose_executor(run.executor, network, device) == "vectorised"
+    joins = _joins(work, federation.devices)
     active = choose_active(work.active, parts, federation.devices - work.joiners)
     costs = costs or Costs()
     if algorithm.pseudo_labels == "closed_form" and parts.unlabelled and not costs.closed_form:
@@ -113,12 +116,13 @@ def prepare(
             loss_rate=work.loss_rate,
         ),
         rounds=work.rounds,
-        joins=_joins(work, federation.devices),
+        joins=joins,
         sizes=federation.sizes,
         shelf=shelf,
         names=federation.names,
         seed=run.seed,
         slots=(run.slots or federation.devices) if network.batched else 0,
+        processes=choose_processes(run.processes, device, active),
     )
 
 
@@ -166,6 +170,16 @@ def choose_executor(name: str, network: Network, device: torch.device) -> str:
     if name != settings.AUTO:
         return name
     return "vectorised" if device.type != "cpu" or network.fully_batched else "sequential"
+
+
+def choose_processes(processes: int | str, device: torch.device, active: int) -> int:
+    """auto: one per core that PyTorch would use, where processes can be forked and there is enough to share."""
+    can_fork = sys.platform == "linux" and device.type == "cpu"
+    if processes == settings.AUTO:
+        return min(torch.get_num_threads(), active) if can_fork else 1
+    if int(processes) > 1 and not can_fork:
+        raise InputError(f"run.processes = {processes}: needs Linux and the cpu; give 1")
+    return int(processes)
 
 
 def _hyper(

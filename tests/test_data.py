@@ -1,0 +1,200 @@
+"""Federations from arrays, files and data sets; who gets what; and every bad file."""
+
+import gzip
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedcpsl.config import Data
+from fedcpsl.data.federation import LABELLED, TEST, UNLABELLED, Federation
+from fedcpsl.data.partition import by_classes
+from fedcpsl.data.sources import digits, load_federation, mnist, resolve
+from fedcpsl.errors import InputError
+
+
+@given(devices=st.integers(1, 40), per_device=st.integers(1, 5), classes=st.integers(2, 10), seed=st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_every_device_gets_distinct_classes_in_equal_pieces(devices, per_device, classes, seed):
+    per_device = min(per_device, classes)
+    y = np.repeat(np.arange(classes), 200)
+    owner = by_classes(y, devices, per_device, seed)
+    held = [set(y[owner == i].tolist()) for i in range(devices)]
+    assert all(len(h) == per_device for h in held)
+    pieces = [sum(c in h for h in held) for c in range(classes)]
+    assert max(pieces) - min(pieces) <= 1
+    for c in range(classes):
+        sizes = [((owner == i) & (y == c)).sum() for i in range(devices) if c in held[i]]
+        assert sum(sizes) == (200 if sizes else 0)
+        assert not sizes or max(sizes) - min(sizes) <= 1
+
+
+def test_the_papers_split_of_digits():
+    federation = load_federation(Data(), seed=0)
+    assert federation.devices == 20
+    assert len(federation.y) == len(digits().y)
+    labelled, unlabelled, test = federation.counts.T
+    assert all((federation.class_counts(r) > 0).sum(1).max() <= 2 for r in (LABELLED, UNLABELLED, TEST))
+    assert test / federation.counts.sum(1) == pytest.approx(np.full(20, 0.2), abs=0.01)
+    assert labelled / (labelled + unlabelled) == pytest.approx(np.full(20, 0.1), abs=0.01)
+    assert federation.digest == load_federation(Data(), seed=0).digest
+    assert federation.digest != load_federation(Data(), seed=1).digest
+
+
+def arrays(n=60, devices=3, seed=0):
+    rng = np.random.default_rng(seed)
+    y = rng.integers(0, 4, n)
+    return {"x": rng.normal(size=(n, 5)), "y": np.where(rng.random(n) < 0.5, -1, y), "device": np.arange(n) % devices}
+
+
+def test_from_arrays_keeps_labels_and_sets_a_test_share_aside():
+    a = arrays()
+    federation = Federation.from_arrays(**a)
+    assert federation.names == ("0", "1", "2")
+    assert federation.classes == 4
+    unknown = a["y"] == -1
+    assert (federation.role[unknown] == UNLABELLED).all()
+    known = ~unknown
+    assert set(federation.role[known]) == {LABELLED, TEST}
+    for i in range(3):
+        mine = known & (a["device"] == i)
+        assert (federation.role[mine] == TEST).sum() == round(0.2 * mine.sum())
+
+
+def test_from_arrays_takes_names_a_test_mask_and_hides_labels():
+    a = arrays()
+    a["device"] = np.array(["tablet", "phone", "watch"])[a["device"]]
+    a["y"] = np.abs(a["y"])
+    test = np.zeros(60, bool)
+    test[:12] = True
+    federation = Federation.from_arrays(**a, test=test, labelled=0.25)
+    assert federation.names == ("phone", "tablet", "watch")
+    assert (federation.role[:12] == TEST).all()
+    assert (federation.role[12:] == LABELLED).sum() == 12
+    assert (federation.y[federation.role == UNLABELLED] >= 0).all()  # the truth, to score pseudo-labels with
+
+
+@given(st.integers(0, 1000), st.floats(0.05, 1), st.floats(0.05, 0.5))
+@settings(max_examples=30, deadline=None)
+def test_every_sample_has_one_role_and_its_device(seed, labelled, share):
+    federation = Federation.from_arrays(**arrays(seed=seed), labelled=labelled, test_fraction=share)
+    assert federation.counts.sum() == 60
+    ordered = federation.order
+    assert sorted(ordered.tolist()) == list(range(60))
+    key = federation.device[ordered] * 3 + federation.role[ordered]
+    assert (np.diff(key) >= 0).all()
+
+
+def broken(**changes):
+    return {k: v for k, v in (arrays() | changes).items() if v is not None}
+
+
+nan = arrays()["x"].copy()
+nan[3, 2] = np.nan
+BAD = {
+    "no device": (broken(device=None), "no array 'device'"),
+    "no x": (broken(x=None), "no array 'x'"),
+    "NaN in x": (broken(x=nan), r"NaN or infinite value at \[3, 2\]"),
+    "lengths differ": (broken(y=np.zeros(59, int)), r"y has shape \[59\] where x has 60"),
+    "device too short": (broken(device=np.zeros(5, int)), r"device has shape \[5\]"),
+    "labels below -1": (broken(y=np.full(60, -2)), "label -2"),
+    "no label at all": (broken(y=np.full(60, -1)), "no sample has a label"),
+    "fractional labels": (broken(y=np.full(60, 0.5)), "class numbers"),
+    "text in x": (broken(x=np.full((60, 2), "a")), "dtype"),
+    "one dimension": (broken(x=np.zeros(60)), "one row per sample"),
+    "empty": ({"x": np.zeros((0, 3)), "y": np.zeros(0, int), "device": np.zeros(0, int)}, "empty"),
+    "bad test": (broken(test=np.full(60, 7)), "test must be 0 or 1"),
+    "all test": (broken(test=np.ones(60)), "no device has a labelled"),
+    "objects": (broken(x=np.array([[1, "a"]] * 60, dtype=object)), "Python objects"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arrays_are_named(case, tmp_path):
+    content, words = BAD[case]
+    path = tmp_path / "data.npz"
+    np.savez(path, **content)
+    with pytest.raises(InputError, match=words) as caught:
+        load_federation(Data(file=str(path)), seed=0)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_files_are_named(tmp_path):
+    path = tmp_path / "data.npz"
+    with pytest.raises(InputError, match="no such file"):
+        load_federation(Data(file=str(path)), seed=0)
+    np.savez(path, **arrays())
+    whole = path.read_bytes()
+    for content in (b"", b"hello", whole[: len(whole) // 2], whole[:-30]):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match="not a readable"):
+            load_federation(Data(file=str(path)), seed=0)
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    with pytest.raises(InputError, match="a single array"):
+        load_federation(Data(file=str(tmp_path / "one.npy")), seed=0)
+
+
+def write_idx(path, array):
+    header = struct.pack(">HBB", 0, 8, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape)
+    content = header + array.astype(np.uint8).tobytes()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+@pytest.fixture
+def idx_folder(tmp_path):
+    rng = np.random.default_rng(0)
+    (tmp_path / "mnist").mkdir()
+    write_idx(tmp_path / "mnist" / "train-images-idx3-ubyte.gz", rng.integers(0, 256, (200, 28, 28)))
+    write_idx(tmp_path / "mnist" / "train-labels-idx1-ubyte.gz", np.arange(200) % 10)
+    return tmp_path
+
+
+def test_mnist_is_read_from_its_idx_files(idx_folder, monkeypatch):
+    x, y = mnist(idx_folder)
+    assert x.shape == (200, 784)
+    assert x.min() == pytest.approx(-0.1307 / 0.3081, abs=1e-3)
+    assert x.max() == pytest.approx((1 - 0.1307) / 0.3081, abs=1e-3)
+    assert y.tolist() == [i % 10 for i in range(200)]
+    monkeypatch.setenv("FEDCPSL_DATA", str(idx_folder))
+    assert load_federation(Data(dataset="mnist", devices=5), seed=0).devices == 5
+    plain = idx_folder / "train-labels-idx1-ubyte"
+    write_idx(plain, np.arange(200) % 10)  # not compressed, and beside the folder's own
+    (idx_folder / "mnist" / "train-labels-idx1-ubyte.gz").unlink()
+    assert len(mnist(idx_folder).y) == 200
+
+
+def test_bad_mnist_files_are_named(idx_folder):
+    path = idx_folder / "mnist" / "train-labels-idx1-ubyte.gz"
+    whole = path.read_bytes()
+    for content, words in [
+        (whole[:-9], "cannot be read"),
+        (gzip.compress(b"\x00\x00\x08\x01\x00\x00\x00\xc8abc"), "header says 200"),
+        (gzip.compress(b"nonsense"), "not an IDX file"),
+    ]:
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=words):
+            mnist(idx_folder)
+    path.unlink()
+    with pytest.raises(InputError, match="no such file"):
+        mnist(idx_folder)
+
+
+def test_settings_that_do_not_fit_are_named(monkeypatch):
+    monkeypatch.delenv("FEDCPSL_DATA", raising=False)
+    for data, words in [
+        (Data(dataset="minst"), "did you mean 'mnist'"),
+        (Data(dataset="own"), "--data FILE.npz"),
+        (Data(dataset="digits", partition="device"), "give 'classes'"),
+        (Data(file="x.npz", partition="classes"), "give 'device'"),
+    ]:
+        with pytest.raises(InputError, match=words):
+            resolve(data)
+    with pytest.raises(InputError, match="FEDCPSL_DATA"):
+        load_federation(Data(dataset="mnist"), 0)
+    with pytest.raises(InputError, match="only 10 classes"):
+        load_federation(Data(classes_per_device=11), 0)
+    with pytest.raises(InputError, match="use fewer devices"):
+        load_federation(Data(devices=5000), 0)

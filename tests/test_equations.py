@@ -1,0 +1,47 @@
+"""docs/equations.md and the docstrings say the same, both ways."""
+
+import inspect
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from fedcpsl import problem
+from fedcpsl.algorithms import family
+
+INDEX = Path(__file__).parents[1] / "docs" / "equations.md"
+ROW = re.compile(r"\| .+ \| `(?P<formula>[^`]+)` \| `(?P<function>fedcpsl\.[\w.]+)` \|")
+AROUND = ("| where in the paper | formula | function |", "|---|---|---|")
+LINES = [line for line in INDEX.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+ROWS = [(m["formula"], m["function"]) for line in LINES if (m := ROW.fullmatch(line))]
+
+
+def first_line(function):
+    return (inspect.getdoc(function) or "").partition("\n")[0]
+
+
+def public_functions(module):
+    own = inspect.getmembers(module, lambda f: inspect.isfunction(f) and f.__module__ == module.__name__)
+    return {f"{module.__name__}.{name}": f for name, f in own if not name.startswith("_")}
+
+
+def test_every_line_of_the_tables_is_read():
+    assert [line for line in LINES if line not in AROUND and not ROW.fullmatch(line)] == []
+    assert len({function for _, function in ROWS}) == len(ROWS), "a function stands there twice"
+
+
+@pytest.mark.parametrize(("formula", "function"), ROWS, ids=[function for _, function in ROWS])
+def test_a_docstring_opens_with_its_formula(formula, function):
+    """What follows the formula in the first line is the end, or punctuation or a bracket that begins a remark."""
+    module, _, name = function.rpartition(".")
+    line = first_line(getattr(import_module(module), name))
+    assert line.startswith(formula)
+    assert re.match(r"$|[.:;,]| \(", line.removeprefix(formula)), line
+    assert formula.count("(") == formula.count(")"), "the formula is cut short"
+
+
+def test_every_formula_has_its_row():
+    formulas = public_functions(problem)
+    formulas |= {name: f for name, f in public_functions(family).items() if " = " in first_line(f)}
+    assert set(formulas) - {function for _, function in ROWS} == set()
