@@ -1,12 +1,14 @@
-"""One network with many sets of parameters at once: what `torch.func.vmap` does, faster where it matters.
+"""One network with many sets of parameters at once, forwards and backwards.
 
-Parameters are [slots, models, *shape], inputs [slots, models, samples, ...], or [slots, 1, samples, ...] where the
-models of a slot see the same samples. A `Sequential` is walked; a linear layer becomes one batched matmul; a layer
-without parameters sees everything as one long batch; anything else goes through `vmap`.
+What `torch.func.vmap` and autograd do, with less work where it matters. Parameters are [slots, models, *shape],
+inputs [slots, models, samples, ...], or [slots, 1, samples, ...] where the models of a slot see the same samples.
+A `Sequential` is walked; a linear layer becomes one batched matmul, whose gradient is added to the totals inside the
+backward matmul (a training step is bound by memory traffic); a layer without parameters sees everything as one long
+batch; anything else goes through `vmap`.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,79 +17,121 @@ from torch.func import functional_call, vmap
 from fedcpsl.dropout import KeyedDropout
 
 Named = Mapping[str, Tensor]
+Pull = Callable[[Tensor, bool], Tensor | None]  # a layer's backward pass: adds to its totals, hands back x's gradient
 
 
-class BatchedLinear(torch.autograd.Function):
-    """x W^T + b for a stack of models; where a slot's models share x, they are one matmul with more outputs.
+class Layer(NamedTuple):
+    """One step of the walk: a module and the names of its trained parameters, own name to full name."""
 
-    Given `totals` (of W's and b's gradients), the backward pass adds to them inside the matmul instead of handing
-    gradients on: a training step is bound by memory traffic, and this saves a third of it.
-    """
+    module: nn.Module
+    names: Mapping[str, str]
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, totals: tuple[Tensor, ...]) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.totals = totals
-        slots, models, out, _ = weight.shape
-        if x.shape[1] < models:
-            y = torch.bmm(x[:, 0], weight.flatten(1, 2).mT).unflatten(2, (models, out)).transpose(1, 2)
-            return y.contiguous() if bias is None else y + bias[:, :, None]
-        rows, matrices = x.flatten(0, 1), weight.flatten(0, 1).mT
-        if bias is None:
-            return torch.bmm(rows, matrices).unflatten(0, (slots, models))
-        return torch.baddbmm(bias.view(-1, 1, out), rows, matrices).unflatten(0, (slots, models))
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        (gradient,) = gradients
-        x, weight = ctx.saved_tensors
-        to_x, to_weight, to_bias, _ = ctx.needs_input_grad
-        x_gradient = (gradient @ weight).sum_to_size(x.shape) if to_x else None
-        if x.shape[1] < weight.shape[1]:
-            outputs, rows = gradient.transpose(1, 2).flatten(2), x[:, 0]
+def walk(module: nn.Module, trained: Mapping[str, object], prefix: str = "") -> list[Layer]:
+    """The layers of a module in order: a `Sequential`'s own, or the module itself."""
+    if isinstance(module, nn.Sequential):
+        return [layer for name, child in module.named_children() for layer in walk(child, trained, f"{prefix}{name}.")]
+    return [Layer(module, {name.removeprefix(prefix): name for name in trained if name.startswith(prefix)})]
+
+
+def is_matmul(layer: Layer) -> bool:
+    return isinstance(layer.module, nn.Linear) and "weight" in layer.names
+
+
+def is_parameter_free(layer: Layer) -> bool:
+    return next(layer.module.parameters(), None) is None
+
+
+def forward(
+    layers: list[Layer], parameters: Named, x: Tensor, keys: Tensor | None, totals: Named | None = None
+) -> tuple[Tensor, list[Pull]]:
+    """Outputs [slots, models, samples, ...]; with `totals`, also what takes gradients back, layer by layer."""
+    pulls: list[Pull] = []
+    for layer in layers:
+        own = {name: parameters[full] for name, full in layer.names.items()}
+        into = {} if totals is None else {name: totals[full] for name, full in layer.names.items()}
+        if is_matmul(layer):
+            x, pull = _linear(x, own, into)
+        elif isinstance(layer.module, nn.ReLU):
+            x, pull = _relu(x)
         else:
-            outputs, rows = gradient.flatten(0, 1), x.flatten(0, 1)
-        if not ctx.totals:
-            weight_gradient = torch.bmm(outputs.mT, rows).view_as(weight) if to_weight else None
-            return x_gradient, weight_gradient, gradient.sum(2) if to_bias else None, None
-        total = ctx.totals[0]
-        total.view(-1, outputs.shape[2], rows.shape[2]).baddbmm_(outputs.mT, rows)
-        if to_bias:
-            ctx.totals[1].add_(gradient.sum(2))
-        return x_gradient, None, None, None
+            x, pull = _other(layer, own, into, x, keys, differentiable=totals is not None)
+        if totals is not None and (pulls or layer.names):  # nothing to learn before the first parameters
+            pulls.append(pull)
+    return x, pulls
 
 
-def is_fully_batched(module: nn.Module) -> bool:
-    """Whether every layer with parameters runs as a batched matmul, without `vmap`."""
-    if isinstance(module, nn.Sequential):
-        return all(is_fully_batched(child) for child in module)
-    return isinstance(module, nn.Linear) or _is_parameter_free(module)
+def backward(pulls: list[Pull], gradient: Tensor) -> None:
+    """Take the gradient of the outputs back through the layers, adding to the totals of each."""
+    for depth in reversed(range(len(pulls))):
+        handed_back = pulls[depth](gradient, depth > 0)
+        if handed_back is not None:
+            gradient = handed_back
 
 
-def apply_batched(
-    module: nn.Module, parameters: Named, x: Tensor, keys: Tensor | None, totals: Named, prefix: str = ""
-) -> Tensor:
-    """Outputs [slots, models, samples, ...]; gradients of linear layers go to `totals` where it has them."""
-    if isinstance(module, nn.Sequential):
-        for name, child in module.named_children():
-            x = apply_batched(child, parameters, x, keys, totals, f"{prefix}{name}.")
-        return x
-    if isinstance(module, nn.Linear) and prefix + "weight" in parameters:
-        return _linear(x, _own(parameters, prefix), _own(totals, prefix))
-    if _is_parameter_free(module):
-        _give_keys(module, None if keys is None else keys.expand(x.shape[:3]).flatten())
-        return module(x.flatten(0, 2)).unflatten(0, x.shape[:3])
-    return _vmapped(module, _own(parameters, prefix), x, keys)
+def _linear(x: Tensor, parameters: Named, totals: Named) -> tuple[Tensor, Pull]:
+    """x W^T + b for every model; where a slot's models share x they are one matmul with more outputs."""
+    weight, bias, between = parameters["weight"], parameters.get("bias"), x.shape[2:-1]
+    slots, models, out, _ = weight.shape
+    if x.dim() > 4:
+        x = x.flatten(2, -2)
+    shared = x.shape[1] < models
+    rows = x[:, 0] if shared else x.flatten(0, 1)
+    matrices = weight.flatten(0, 1)
+    if shared:
+        y = torch.bmm(rows, weight.flatten(1, 2).mT).view(slots, -1, models, out).transpose(1, 2)
+        y = y.contiguous() if bias is None else y + bias[:, :, None]
+    elif bias is None:
+        y = torch.bmm(rows, matrices.mT)
+    else:
+        y = torch.baddbmm(bias.view(-1, 1, out), rows, matrices.mT)
+
+    def pull(gradient: Tensor, to_x: bool) -> Tensor | None:
+        gradient = gradient.reshape(slots, models, -1, out)
+        each = gradient.flatten(0, 1)
+        side = gradient.transpose(1, 2).flatten(2) if shared else each
+        totals["weight"].view(-1, side.shape[-1], rows.shape[-1]).baddbmm_(side.mT, rows)
+        if "bias" in totals:
+            totals["bias"].add_(gradient.sum(2))
+        if not to_x:
+            return None
+        x_gradient = torch.bmm(each, matrices).view(slots, models, *between, -1)
+        return x_gradient.sum(1, keepdim=True) if shared else x_gradient
+
+    return y.view(slots, models, *between, out), pull
 
 
-def _own(tensors: Named, prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+def _relu(x: Tensor) -> tuple[Tensor, Pull]:
+    y = torch.relu(x)
+    return y, lambda gradient, _: torch.ops.aten.threshold_backward(gradient, y, 0)
 
 
-def _linear(x: Tensor, parameters: Named, totals: Named) -> Tensor:
-    weight, bias = parameters["weight"], parameters.get("bias")
-    outputs: Tensor = BatchedLinear.apply(x.flatten(2, -2), weight, bias, tuple(totals.values()))  # type: ignore[no-untyped-call]
-    return outputs.unflatten(2, x.shape[2:-1])
+def _other(
+    layer: Layer, parameters: dict[str, Tensor], totals: Named, x: Tensor, keys: Tensor | None, *, differentiable: bool
+) -> tuple[Tensor, Pull]:
+    """Any other layer, with autograd for its backward pass."""
+    with torch.set_grad_enabled(differentiable):
+        if differentiable:
+            x = x.detach().requires_grad_(x.is_floating_point())
+            parameters = {name: t.detach().requires_grad_() for name, t in parameters.items()}
+        y = _folded(layer.module, x, keys) if is_parameter_free(layer) else _vmapped(layer.module, parameters, x, keys)
+
+    def pull(gradient: Tensor, to_x: bool) -> Tensor | None:
+        if not (to_x or parameters):
+            return None
+        x_gradient, *own = torch.autograd.grad(y, [x, *parameters.values()], gradient, allow_unused=True)
+        for name, g in zip(parameters, own, strict=True):
+            if g is not None:
+                totals[name].add_(g)
+        return torch.zeros_like(x) if x_gradient is None else x_gradient
+
+    return y.detach(), pull
+
+
+def _folded(module: nn.Module, x: Tensor, keys: Tensor | None) -> Tensor:
+    """A layer without parameters: all slots, models and samples are one batch to it."""
+    _give_keys(module, None if keys is None else keys.expand(x.shape[:3]).flatten())
+    return module(x.flatten(0, 2)).unflatten(0, x.shape[:3])
 
 
 def _vmapped(module: nn.Module, parameters: dict[str, Tensor], x: Tensor, keys: Tensor | None) -> Tensor:
@@ -103,10 +147,6 @@ def _vmapped(module: nn.Module, parameters: dict[str, Tensor], x: Tensor, keys: 
     keys = None if keys is None else keys.expand(slots, models, samples).flatten(0, 1)
     outputs: Tensor = vmap(one, in_dims=(0, 0, None if keys is None else 0))(stacked, x, keys)
     return outputs.unflatten(0, (slots, models))
-
-
-def _is_parameter_free(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is None
 
 
 def _give_keys(module: nn.Module, keys: Tensor | None) -> None:

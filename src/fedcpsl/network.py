@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from fedcpsl.dropout import with_keyed_dropout
 from fedcpsl.errors import InputError
-from fedcpsl.layers import apply_batched, is_fully_batched
+from fedcpsl.layers import backward, forward, is_matmul, is_parameter_free, walk
 
 Leaves = tuple[Tensor, ...]
 _KEEPS_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
@@ -37,6 +37,7 @@ class Network:
         if not trained:
             raise InputError("the model has no trainable parameters")
         self.shapes = {name: parameter.shape for name, parameter in trained.items()}
+        self._layers = walk(self.module, self.shapes)
         self.sizes = [shape.numel() for shape in self.shapes.values()]
         self.initial = torch.cat([p.detach().flatten() for p in trained.values()])
         self.has_dropout = bool(self._dropouts)
@@ -45,7 +46,8 @@ class Network:
 
     @property
     def fully_batched(self) -> bool:
-        return is_fully_batched(self.module)
+        """Whether every layer with parameters runs as a batched matmul, without `vmap`."""
+        return all(is_matmul(layer) or is_parameter_free(layer) for layer in self._layers)
 
     def split(self, theta: Tensor) -> Leaves:
         """A flat theta [..., parameters] as the module's tensors, [..., *shape] each."""
@@ -63,7 +65,14 @@ class Network:
 
     def log_probabilities(self, theta: Tensor, x: Tensor) -> Tensor:
         """log h(theta; x) in evaluation mode, [..., samples, classes]; theta [..., parameters], x [..., samples, *]."""
-        return self._log_h(self.split(theta), x, None, theta.shape[:-1], None, training=False)
+        self._set_mode(training=False)
+        leaves, lead = self.split(theta), theta.shape[:-1]
+        if not lead:
+            return self._one(leaves, x, None)
+        if self.batched:
+            outputs, _ = forward(self._layers, self._gridded(leaves, lead), _as_grid(x, lead), None)
+            return torch.log_softmax(outputs, -1).reshape(*lead, *outputs.shape[2:])
+        return self._each(leaves, x, None, lead)
 
     def add_gradient(
         self, into: Leaves, models: Leaves, x: Tensor, keys: Tensor | None, cost: Callable[[Tensor], Tensor]
@@ -73,40 +82,49 @@ class Network:
         The first dimensions of all leaves are those of `x` before its samples. With `keys`, one per sample, dropout
         is active and its masks are drawn from them.
         """
+        self._set_mode(training=True)
         lead = models[0].shape[: models[0].dim() - len(next(iter(self.shapes.values())))]
+        if self.batched and lead:
+            return self._add_gradient_batched(into, models, x, keys, cost, lead)
         with torch.enable_grad():
             leaves = tuple(leaf.detach().requires_grad_() for leaf in models)
-            costs = cost(self._log_h(leaves, x, keys, lead, into, training=True))
+            costs = cost(self._each(leaves, x, keys, lead) if lead else self._one(leaves, x, keys))
             gradients = torch.autograd.grad(costs.sum(), leaves, allow_unused=True)
         for total, gradient in zip(into, gradients, strict=True):
             if gradient is not None:
                 total.add_(gradient)
         return costs.detach()
 
-    def _log_h(
+    def _add_gradient_batched(
         self,
-        leaves: Leaves,
+        into: Leaves,
+        models: Leaves,
         x: Tensor,
         keys: Tensor | None,
+        cost: Callable[[Tensor], Tensor],
         lead: torch.Size,
-        gradients: Leaves | None,
-        *,
-        training: bool,
     ) -> Tensor:
+        keys = None if keys is None else _as_grid(keys, lead)
+        totals = self._gridded(into, lead)
+        outputs, pulls = forward(self._layers, self._gridded(models, lead), _as_grid(x, lead), keys, totals)
+        with torch.enable_grad():
+            outputs.requires_grad_()
+            costs = cost(torch.log_softmax(outputs, -1).view(*lead, *outputs.shape[2:]))
+            (gradient,) = torch.autograd.grad(costs.sum(), outputs)
+        backward(pulls, gradient)
+        return costs.detach()
+
+    def _gridded(self, leaves: Leaves, lead: torch.Size) -> dict[str, Tensor]:
+        return {name: _as_grid(leaf, lead) for name, leaf in zip(self.shapes, leaves, strict=True)}
+
+    def _set_mode(self, *, training: bool) -> None:
         if self.module.training != training:
             self.module.train(training)
-        if not lead:
-            return self._one(leaves, x, keys)
-        if self.batched:
-            as_grid = partial(_reshape_lead, lead=len(lead), slots=lead[:-1].numel())
-            named = dict(zip(self.shapes, map(as_grid, leaves), strict=True))
-            totals = dict(zip(self.shapes, map(as_grid, gradients), strict=True)) if gradients else {}
-            x, keys = as_grid(x), None if keys is None else as_grid(keys)
-            log_h = torch.log_softmax(apply_batched(self.module, named, x, keys, totals), -1)
-            return log_h.reshape(*lead, *log_h.shape[2:])
-        models = lead.numel()
+
+    def _each(self, leaves: Leaves, x: Tensor, keys: Tensor | None, lead: torch.Size) -> Tensor:
+        """One model after another, as plain PyTorch would."""
         stack = partial(_stack_lead, lead=lead)
-        each_keys = [None] * models if keys is None else stack(keys).unbind()
+        each_keys = [None] * lead.numel() if keys is None else stack(keys).unbind()
         each_leaves = zip(*(stack(leaf).unbind() for leaf in leaves), strict=True)
         each = zip(each_leaves, stack(x).unbind(), each_keys, strict=True)
         return torch.stack([self._one(*model) for model in each]).unflatten(0, lead)
@@ -150,11 +168,11 @@ def _stack_lead(t: Tensor, lead: torch.Size) -> Tensor:
     return t.expand(*lead, *t.shape[len(lead) :]).flatten(0, len(lead) - 1)
 
 
-def _reshape_lead(t: Tensor, lead: int, slots: int) -> Tensor:
-    """A tensor with `lead` leading dimensions as [slots, models or 1, ...], without copying what models share."""
-    if lead == 2:
+def _as_grid(t: Tensor, lead: torch.Size) -> Tensor:
+    """A tensor with leading dimensions as [slots, models or 1, ...], without copying what models share."""
+    if len(lead) == 2:
         return t
-    return t[None] if lead == 1 else t.flatten(0, lead - 2).expand(slots, *t.shape[lead - 1 :])
+    return t[None] if len(lead) == 1 else t.flatten(0, len(lead) - 2)
 
 
 def _refuse_running_statistics(module: nn.Module) -> None:
