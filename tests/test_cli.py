@@ -189,15 +189,13 @@ def test_bad_input_as_a_user_sees_it(tmp_path):
 def test_a_model_of_ones_own_and_one_that_does_not_fit(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from torch import nn\n"
-        "def good(shape, classes): return nn.Sequential(nn.Linear(shape[0], 5), nn.Dropout(.1), nn.Linear(5, classes))\n"
+        "def good(shape, classes):\n"
+        "    return nn.Sequential(nn.Linear(shape[0], 5), nn.Dropout(.1), nn.Linear(5, classes))\n"
         "def bad(shape, classes): return nn.Linear(shape[0], classes + 1)\n"
     )
-    from .command import environment
-
-    env = environment() | {"PYTHONPATH": str(tmp_path)}
-    good = fedcpsl("run", *QUICK, "--set", "model.name=mine:good", "--out", "a", cwd=tmp_path, env=env)
+    good = fedcpsl("run", *QUICK, "--set", "model.name=mine:good", "--out", "a", cwd=tmp_path)
     assert good.returncode == 0, good.stderr
-    bad = fedcpsl("run", *QUICK, "--set", "model.name=mine:bad", "--out", "b", cwd=tmp_path, env=env)
+    bad = fedcpsl("run", *QUICK, "--set", "model.name=mine:bad", "--out", "b", cwd=tmp_path)
     assert bad.returncode == 2
     assert "[11] per sample where the data has 10 classes" in bad.stderr
     assert not (tmp_path / "b").exists()

@@ -106,7 +106,8 @@ BAD = {
     "one dimension": (broken(x=np.zeros(60)), "one row per sample"),
     "empty": ({"x": np.zeros((0, 3)), "y": np.zeros(0, int), "device": np.zeros(0, int)}, "empty"),
     "bad test": (broken(test=np.full(60, 7)), "test must be 0 or 1"),
-    "all test": (broken(test=np.ones(60)), "no device has a labelled"),
+    "test without label": (broken(test=np.ones(60)), "whose class is unknown"),
+    "all test": (broken(y=np.zeros(60, int), test=np.ones(60)), "no device has a labelled"),
     "objects": (broken(x=np.array([[1, "a"]] * 60, dtype=object)), "Python objects"),
 }
 

@@ -16,7 +16,9 @@ from fedcpsl.problem import (
     kl_from_uniform,
     label_kl_from_uniform,
     local_cost,
+    local_cost_slope,
     mixture,
+    mixture_share,
     project_to_simplex,
     regulariser,
 )
@@ -151,3 +153,21 @@ def test_projection_gives_the_nearest_probability_vector(values):
 def test_costs_know_whether_the_closed_form_is_theirs():
     assert Costs().closed_form
     assert not Costs(regulariser=lambda log_h, _: log_h.exp().square().sum(-1)).closed_form
+
+
+@given(st.integers(0, 10**6))
+def test_the_slopes_are_the_derivatives_of_the_costs(seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    log_h = torch.log_softmax(draw(4, 3), -1).requires_grad_()
+    batch = Samples(draw(4, 1), torch.softmax(draw(4, 3), -1), draw(4).abs(), draw(4).abs())
+    alpha_p, alpha_r, beta = draw(1)[0].abs(), draw(1)[0].abs(), torch.sigmoid(draw(1)[0])
+    (expected,) = torch.autograd.grad(local_cost(log_h, batch, alpha_p, alpha_r, Costs()), log_h)
+    assert torch.allclose(local_cost_slope(log_h.detach(), batch, alpha_p, alpha_r), expected)
+    other = torch.log_softmax(draw(4, 3), -1)
+    mixed = mixture(log_h, other, beta)
+    (expected,) = torch.autograd.grad(mixed.sum(), log_h)
+    assert torch.allclose(mixture_share(log_h.detach(), mixed.detach(), beta), expected)

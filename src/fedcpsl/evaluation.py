@@ -94,7 +94,7 @@ def predict(state: State, earlier: Predictions | None = None) -> Predictions:
     versions = state.active_rounds + (setup.joins < state.round)
     if not setup.method.parts.personal:
         return Predictions(general, general, None, versions)
-    localized = torch.empty_like(general) if earlier is None or earlier.localized is None else earlier.localized
+    localized = torch.empty_like(general) if earlier is None or earlier.localized is None else earlier.localized.clone()
     personal = torch.empty_like(general)
     for i in range(setup.devices):
         rows = setup.shelf.test_rows(i)

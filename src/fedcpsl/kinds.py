@@ -50,7 +50,8 @@ def _inside(value: float, low: float, high: float, open_ends: str) -> bool:
 def _interval(low: float, high: float, open_ends: str) -> str:
     if high == inf:
         return f"a number {'above' if '[' in open_ends else 'of at least'} {low:g}"
-    return f"a number from {low:g} to {high:g}" + (f", {high:g} excluded" if "]" in open_ends else "")
+    excluded = [f"{end:g}" for end, mark in ((low, "["), (high, "]")) if mark in open_ends]
+    return f"a number from {low:g} to {high:g}" + (f", {' and '.join(excluded)} excluded" if excluded else "")
 
 
 def whole(default: Any, help: str, low: int, *, also: Sequence[str] = ()) -> Any:

@@ -48,6 +48,7 @@ def forward(
     """Outputs [slots, models, samples, ...]; with `totals`, also what takes gradients back, layer by layer."""
     pulls: list[Pull] = []
     for layer in layers:
+        learning = totals is not None and bool(pulls or layer.names)  # nothing to learn before the first parameters
         own = {name: parameters[full] for name, full in layer.names.items()}
         into = {} if totals is None else {name: totals[full] for name, full in layer.names.items()}
         if is_matmul(layer):
@@ -55,8 +56,8 @@ def forward(
         elif isinstance(layer.module, nn.ReLU):
             x, pull = _relu(x)
         else:
-            x, pull = _other(layer, own, into, x, keys, differentiable=totals is not None)
-        if totals is not None and (pulls or layer.names):  # nothing to learn before the first parameters
+            x, pull = _other(layer, own, into, x, keys, differentiable=learning)
+        if learning:
             pulls.append(pull)
     return x, pulls
 

@@ -1,5 +1,7 @@
 """The paper's network for MNIST, and your own."""
 
+import os
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 from itertools import pairwise
@@ -26,6 +28,8 @@ def make_model(name: str, hidden: Sequence[int], shape: Sequence[int], classes: 
     if ":" not in name:
         raise InputError(f"model.name = {name!r}: give mlp, or your own model as package.module:function")
     module, _, function = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a model beside the user is found, as `python -m` would find it
     try:
         make = getattr(import_module(module), function)
     except (ImportError, AttributeError) as error:

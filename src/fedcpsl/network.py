@@ -17,6 +17,8 @@ from fedcpsl.errors import InputError
 from fedcpsl.layers import backward, forward, is_matmul, is_parameter_free, walk
 
 Leaves = tuple[Tensor, ...]
+Cost = Callable[[Tensor], Tensor]  # from log h to costs
+Slope = Callable[[Tensor], tuple[Tensor, Tensor]]  # from log h to costs and their gradient in log h
 _KEEPS_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
@@ -75,9 +77,11 @@ class Network:
         return self._each(leaves, x, None, lead)
 
     def add_gradient(
-        self, into: Leaves, models: Leaves, x: Tensor, keys: Tensor | None, cost: Callable[[Tensor], Tensor]
+        self, into: Leaves, models: Leaves, x: Tensor, keys: Tensor | None, cost: Cost, slope: Slope | None = None
     ) -> Tensor:
         """The costs [...] of log h(models; x) in training mode; their gradient in `models` is added to `into`.
+
+        Where `slope` is given, a batched network takes it for the gradient of `cost`, and spares autograd.
 
         The first dimensions of all leaves are those of `x` before its samples. With `keys`, one per sample, dropout
         is active and its masks are drawn from them.
@@ -85,7 +89,7 @@ class Network:
         self._set_mode(training=True)
         lead = models[0].shape[: models[0].dim() - len(next(iter(self.shapes.values())))]
         if self.batched and lead:
-            return self._add_gradient_batched(into, models, x, keys, cost, lead)
+            return self._add_gradient_batched(into, models, x, keys, slope or _differentiated(cost), lead)
         with torch.enable_grad():
             leaves = tuple(leaf.detach().requires_grad_() for leaf in models)
             costs = cost(self._each(leaves, x, keys, lead) if lead else self._one(leaves, x, keys))
@@ -101,18 +105,17 @@ class Network:
         models: Leaves,
         x: Tensor,
         keys: Tensor | None,
-        cost: Callable[[Tensor], Tensor],
+        slope: Slope,
         lead: torch.Size,
     ) -> Tensor:
         keys = None if keys is None else _as_grid(keys, lead)
         totals = self._gridded(into, lead)
         outputs, pulls = forward(self._layers, self._gridded(models, lead), _as_grid(x, lead), keys, totals)
-        with torch.enable_grad():
-            outputs.requires_grad_()
-            costs = cost(torch.log_softmax(outputs, -1).view(*lead, *outputs.shape[2:]))
-            (gradient,) = torch.autograd.grad(costs.sum(), outputs)
-        backward(pulls, gradient)
-        return costs.detach()
+        log_h = torch.log_softmax(outputs, -1)
+        costs, gradient = slope(log_h.view(*lead, *log_h.shape[2:]))
+        gradient = gradient.reshape(log_h.shape)
+        backward(pulls, gradient.addcmul(log_h.exp(), gradient.sum(-1, keepdim=True), value=-1))
+        return costs
 
     def _gridded(self, leaves: Leaves, lead: torch.Size) -> dict[str, Tensor]:
         return {name: _as_grid(leaf, lead) for name, leaf in zip(self.shapes, leaves, strict=True)}
@@ -148,13 +151,16 @@ class Network:
                 f"the model's output does not match the classes: it gives {got} per sample where the data has "
                 f"{self.classes} classes; make its last layer give {self.classes} outputs (logits)"
             )
-        trained = self._trial(example, training=True, seed=1)
-        if not torch.equal(trained, self._trial(example, training=True, seed=2)):
+        probes = _probes(example)  # a random layer may draw for some inputs only
+        trained = self._trial(probes, training=True, seed=1)
+        if not torch.equal(trained, self._trial(probes, training=True, seed=2)):
             raise InputError(
                 "the model draws random numbers of its own while training, so executors could not agree; "
                 "use nn.Dropout for dropout and remove other random layers"
             )
-        self.same_in_both_modes = not self.has_dropout and torch.equal(trained, first)
+        self.same_in_both_modes = not self.has_dropout and torch.equal(
+            trained, self._trial(probes, training=False, seed=1)
+        )
 
     def _trial(self, example: Tensor, *, training: bool, seed: int) -> Tensor:
         with torch.random.fork_rng(), torch.no_grad():
@@ -162,6 +168,19 @@ class Network:
             outputs: Tensor = self.module.train(training)(example)
         self.module.eval()
         return outputs
+
+
+def _differentiated(cost: Cost) -> Slope:
+    """A cost with its gradient by autograd."""
+
+    def slope(log_h: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            log_h = log_h.detach().requires_grad_()
+            costs = cost(log_h)
+            (gradient,) = torch.autograd.grad(costs.sum(), log_h)
+        return costs.detach(), gradient
+
+    return slope
 
 
 def _stack_lead(t: Tensor, lead: torch.Size) -> Tensor:
@@ -173,6 +192,12 @@ def _as_grid(t: Tensor, lead: torch.Size) -> Tensor:
     if len(lead) == 2:
         return t
     return t[None] if len(lead) == 1 else t.flatten(0, len(lead) - 2)
+
+
+def _probes(example: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(62, *example.shape[1:], generator=generator).to(example)
+    return torch.cat([example, 3 * noise])
 
 
 def _refuse_running_statistics(module: nn.Module) -> None:

@@ -12,10 +12,14 @@ from fedcpsl.errors import InputError, did_you_mean
 @cache
 def all_algorithms() -> dict[str, tuple[Algorithm, Parts]]:
     """Every algorithm by name, with the file that implements it and its parts."""
-    files = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
-    return {
-        name: (cast(Algorithm, file), parts) for file in files for name, parts in cast(Algorithm, file).VARIANTS.items()
-    }
+    known: dict[str, tuple[Algorithm, Parts]] = {}
+    for found in iter_modules(__path__):
+        file = cast(Algorithm, import_module(f"{__name__}.{found.name}"))
+        for name, parts in file.VARIANTS.items():
+            if name in known:
+                raise ValueError(f"algorithms/{found.name}.py: {name!r} is the name of another algorithm already")
+            known[name] = (file, parts)
+    return known
 
 
 def find_algorithm(name: str) -> tuple[Algorithm, Parts]:

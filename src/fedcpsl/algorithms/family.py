@@ -12,7 +12,9 @@ from fedcpsl.problem import (
     closed_form_labels,
     gradient_labels,
     local_cost,
+    local_cost_slope,
     mixture,
+    mixture_share,
 )
 
 VARIANTS = {
@@ -90,8 +92,10 @@ def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     models, lead = local.models, hyper.eta.dim()
     momenta = momentum(hyper.gamma, local.momenta, local.correction)
     keys = None if samples.keys is None else samples.keys.unsqueeze(lead)
+    given = (method, hyper, models, samples)
+    slope = partial(step_slope, *given) if method.costs.closed_form else None
     costs = method.network.add_gradient(
-        momenta, models, samples.x.unsqueeze(lead), keys, partial(step_costs, method, hyper, models, samples)
+        momenta, models, samples.x.unsqueeze(lead), keys, partial(step_costs, *given), slope
     )
     etas = torch.stack([hyper.eta, hyper.eta_lc][: costs.shape[-1]], -1)
     return Local(descend(models, etas, momenta), momenta, local.correction, local.costs + costs)
@@ -99,20 +103,43 @@ def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
 
 def step_costs(method: Method, hyper: Hyper, models: Leaves, samples: Samples, log_h: Tensor) -> Tensor:
     """f_i(theta_i, nu_i) and F_i(theta_lc, theta_i, nu_i), [..., 1 or 2]: gradients of F_i reach theta_lc alone."""
+    predictions = _predictions(method, hyper, models, samples, log_h)
+    each = _for_each_model(samples, hyper)
+    return local_cost(predictions, each, hyper.alpha_p[..., None], hyper.alpha_r[..., None], method.costs)
+
+
+def step_slope(method: Method, hyper: Hyper, models: Leaves, samples: Samples, log_h: Tensor) -> tuple[Tensor, Tensor]:
+    """The costs of `step_costs` and their gradient in log h, written out for the default l and R."""
     lead = hyper.eta.dim()
+    predictions = _predictions(method, hyper, models, samples, log_h)
+    each, alphas = _for_each_model(samples, hyper), (hyper.alpha_p[..., None], hyper.alpha_r[..., None])
+    slope = local_cost_slope(predictions, each, *alphas)
     if method.parts.personal:
-        log_h_i, log_h_lc = log_h.unbind(lead)
-        frozen = log_h_i.detach()
-        if not method.network.same_in_both_modes:
-            theta_i = method.network.join([leaf.select(lead, 0) for leaf in models])
-            frozen = method.network.log_probabilities(theta_i, samples.x)
-        log_h = torch.stack([log_h_i, mixture(log_h_lc, frozen, hyper.beta)], lead)
-    for_each_model = samples._replace(
+        share = mixture_share(log_h.select(lead, 1), predictions.select(lead, 1), hyper.beta)
+        slope.select(lead, 1).mul_(share)
+    return local_cost(predictions, each, *alphas, method.costs), slope
+
+
+def _predictions(method: Method, hyper: Hyper, models: Leaves, samples: Samples, log_h: Tensor) -> Tensor:
+    """log h(theta_i), and beside it the mixture with theta_i frozen (in evaluation mode)."""
+    if not method.parts.personal:
+        return log_h
+    lead = hyper.eta.dim()
+    log_h_i, log_h_lc = log_h.unbind(lead)
+    frozen = log_h_i.detach()
+    if not method.network.same_in_both_modes:
+        theta_i = method.network.join([leaf.select(lead, 0) for leaf in models])
+        frozen = method.network.log_probabilities(theta_i, samples.x)
+    return torch.stack([log_h_i, mixture(log_h_lc, frozen, hyper.beta)], lead)
+
+
+def _for_each_model(samples: Samples, hyper: Hyper) -> Samples:
+    lead = hyper.eta.dim()
+    return samples._replace(
         target=samples.target.unsqueeze(lead),
         labelled=samples.labelled.unsqueeze(lead),
         unlabelled=samples.unlabelled.unsqueeze(lead),
     )
-    return local_cost(log_h, for_each_model, hyper.alpha_p[..., None], hyper.alpha_r[..., None], method.costs)
 
 
 def momentum(gamma: Tensor, mu: Leaves, correction: Leaves) -> Leaves:

@@ -22,7 +22,8 @@ def read_archive(path: Path) -> dict[str, NDArray[Any]]:
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
     except (OSError, ValueError, BadZipFile, EOFError, zlib.error) as error:
-        raise InputError(f"{path}: not a readable .npz archive ({error}); write it again with numpy.savez") from error
+        why = "" if isinstance(error, ValueError) else f" ({error})"  # numpy's words there would advise pickle
+        raise InputError(f"{path}: not a readable .npz archive{why}; write it again with numpy.savez") from error
 
 
 def _read_array(path: Path, archive: Any, name: str) -> NDArray[Any]:

@@ -158,3 +158,6 @@ def _check_arrays(x: NDArray[Any], y: NDArray[Any], device: NDArray[Any], test: 
         raise InputError("no sample has a label: every y is -1; give some labels, 0, 1, ...")
     if test is not None and not np.isin(test, (0, 1)).all():
         raise InputError("test must be 0 or 1 (or a boolean) for each sample")
+    if test is not None and (y[test.astype(bool)] < 0).any():
+        where = int(np.flatnonzero(test.astype(bool) & (y < 0))[0])
+        raise InputError(f"test marks sample {where}, whose class is unknown (y = -1): test samples need a label")

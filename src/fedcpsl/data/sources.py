@@ -78,8 +78,10 @@ def mnist(folder: Path) -> Labelled:
     labels = read_idx(_find(folder, "train-labels-idx1-ubyte"))
     if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
         raise InputError(f"{folder}: the MNIST images and labels do not belong together; fetch both files again")
-    x = (images.reshape(len(images), -1) / np.float32(255) - np.float32(MNIST_MEAN)) / np.float32(MNIST_STD)
-    return Labelled(x.astype(np.float32), labels.astype(np.int64))
+    x = images.reshape(len(images), -1).astype(np.float32)
+    x /= np.float32(255 * MNIST_STD)
+    x -= np.float32(MNIST_MEAN / MNIST_STD)
+    return Labelled(x, labels.astype(np.int64))
 
 
 def data_folder(given: str) -> Path:
@@ -97,7 +99,7 @@ def _find(folder: Path, name: str) -> Path:
     for path in candidates:
         if path.is_file():
             return path
-    raise InputError(f"{candidates[0]}: no such file; put MNIST's four IDX files there (.gz is fine)")
+    raise InputError(f"{candidates[0]}: no such file; put MNIST's IDX files there (.gz is fine)")
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:

@@ -76,13 +76,17 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
             about = json.loads((file.metadata() or {}).get("fedcpsl", "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
-        raise RunError(f"{path}: corrupt ({error}); {_WAY_OUT}") from error
-    if "sha256" not in about or _digest(tensors, about.get("numbers", {})) != about["sha256"]:
-        raise RunError(f"{path}: corrupt (its checksum does not match its content); {_WAY_OUT}")
+        raise RunError(f"{path}: corrupt ({error}); {_way_out(path)}") from error
+    if "sha256" not in about:
+        raise RunError(f"{path}: not written by this version of fedcpsl; {_way_out(path)}")
+    if _digest(tensors, about["numbers"]) != about["sha256"]:
+        raise RunError(f"{path}: corrupt (its checksum does not match its content); {_way_out(path)}")
     return tensors, about["numbers"]
 
 
-_WAY_OUT = "move it away and resume from the checkpoint before it, which is intact"
+def _way_out(path: Path) -> str:
+    others = [other.name for other in path.parent.glob("round-*.safetensors") if other.name < path.name]
+    return f"move it away to resume from {max(others)}" if others else "move it away to start over"
 
 
 def _tensors(state: State) -> dict[str, Tensor]:

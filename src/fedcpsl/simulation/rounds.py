@@ -39,10 +39,12 @@ class State(NamedTuple):
         return self.targets[self.setup.shelf.unlabelled_rows(device)]
 
     def device(self, device: int) -> Device:
+        """What one device keeps."""
         kept: Device = map_tensors(lambda t: t[device], self.devices)
         return kept
 
     def hyper(self, device: int) -> Hyper:
+        """The numbers that one device works with."""
         numbers: Hyper = map_tensors(lambda t: t[device], self.setup.hyper)
         return numbers
 

@@ -1,0 +1,113 @@
+"""FedCPSL in the paper's MNIST setting on a CPU, as a share of the machine's matmul rate.
+
+    FEDCPSL_DATA=<folder with mnist/*.gz> python benchmarks/mnist_cpu.py [--rounds 100] [--sequential-rounds 20]
+
+Runs the whole `fedcpsl run` command (start of Python, reading data, training, evaluation, checkpoints, models, plots)
+and divides the arithmetic of its local steps by its wall time. Counted are forward and backward of both models,
+without the first layer's input gradient, and nothing else: evaluation and pseudo-labels are overhead here. The matmul
+rate is the best of square float32 matmuls of 512 to 2048 with all threads, each size's rate over one second, measured
+before and after every run.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from fedcpsl.runs.manifest import cpu_name, git_commit
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS = [(784, 200), (200, 200), (200, 10)]
+BATCH = 64  # 32 labelled and 32 unlabelled samples
+
+
+def matmul_rate() -> float:
+    """FLOP/s of the best square matmul, sustained for a second."""
+    rates = []
+    for n in (512, 1024, 2048):
+        a, b = torch.randn(n, n), torch.randn(n, n)
+        a @ b
+        count, start = 0, time.perf_counter()
+        while time.perf_counter() - start < 1:
+            a @ b
+            count += 1
+        rates.append(2 * n**3 * count / (time.perf_counter() - start))
+    return max(rates)
+
+
+def flop_per_step() -> int:
+    """Forward, weight gradients, and input gradients of all layers but the first, of both models."""
+    forward = sum(2 * BATCH * a * b for a, b in LAYERS)
+    input_gradients = sum(2 * BATCH * a * b for a, b in LAYERS[1:])
+    return 2 * (2 * forward + input_gradients)
+
+
+def measure(executor: str, rounds: int, active: int) -> dict[str, float | str | int]:
+    before = matmul_rate()
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        command = [sys.executable, "-m", "fedcpsl", "run", str(ROOT / "experiments/mnist.toml"), "--out", str(out)]
+        command += ["--rounds", str(rounds), "--active", str(active), "--executor", executor]
+        start = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True)
+        wall = time.perf_counter() - start
+        if done.returncode:
+            sys.exit(done.stderr)
+        last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+        layout = json.loads((out / "manifest.json").read_text())["layout"]
+    rate = max(before, matmul_rate())
+    flops = last["steps"] * flop_per_step() / wall
+    return {
+        "executor": executor,
+        "processes": layout["processes"],
+        "rounds": rounds,
+        "active": active,
+        "steps": last["steps"],
+        "seconds": round(wall, 2),
+        "in_rounds_seconds": round(last["seconds"], 2),
+        "gflops": round(flops / 1e9, 1),
+        "matmul_gflops": round(rate / 1e9, 1),
+        "share": round(flops / rate, 3),
+        "accuracy": round(last["personal"]["mean"], 4),
+    }
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--rounds", type=int, default=100)
+    options.add_argument("--sequential-rounds", type=int, default=20, help="fewer: it is the slow one")
+    options.add_argument("--active", type=int, default=2)
+    options.add_argument("--out", type=Path, help="also write the results as JSON")
+    chosen = options.parse_args()
+    runs = [
+        measure("vectorised", chosen.rounds, chosen.active),
+        measure("sequential", chosen.sequential_rounds, chosen.active),
+    ]
+    for run in runs:
+        print(
+            f"{run['executor']:<11} {run['rounds']:>4} rounds, {run['steps']:>6} steps in {run['seconds']:>7.2f} s: "
+            f"{run['gflops']:>6.1f} of {run['matmul_gflops']:.1f} GFLOP/s, {100 * float(run['share']):.1f} %"
+        )
+    ratio = float(runs[0]["gflops"]) / float(runs[1]["gflops"])
+    print(f"vectorised is {ratio:.2f} times as fast as sequential, per step")
+    result = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "git_commit": git_commit(),
+        "runs": runs,
+        "vectorised_over_sequential": round(ratio, 2),
+    }
+    if chosen.out:
+        chosen.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
