@@ -87,7 +87,9 @@ def test_chunking_changes_nothing(name, slots):
     assert_equal(final(make(name, "vectorised")), final(make(name, "vectorised", slots=slots)))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
+@pytest.mark.skipif(
+    sys.platform != "linux" or torch.cuda.is_available(), reason="processes are forked on Linux, and not beside a GPU"
+)
 @pytest.mark.parametrize("executor", ["sequential", "vectorised"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_number_of_processes_changes_nothing(name, executor):

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from .command import environment, fedcpsl, spawn
 
 RUN = ["run", "--rounds", "40", "--devices", "5", "--active", "3", "--loss-rate", ".2", "--set", "model.hidden=[30]"]
-RUN += ["--set", "work.unit=hlu", "--set", "run.checkpoint_seconds=0"]
+RUN += ["--set", "work.unit=hlu", "--set", "run.checkpoint_seconds=0", "--set", "run.processes=2"]
 
 
 def metrics(folder):

@@ -147,7 +147,7 @@ class Run:
     slots: int = whole(0, "most devices side by side; 0: all active ones", 0)
     processes: int | str = whole(
         AUTO,
-        "processes that share a round's devices; auto: one per core on Linux, 1 on an accelerator",
+        "processes that share a round's devices; auto: one per core on Linux, 1 where there is a GPU",
         1,
         also=(AUTO,),
     )

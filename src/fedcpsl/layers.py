@@ -42,6 +42,13 @@ def is_parameter_free(layer: Layer) -> bool:
     return next(layer.module.parameters(), None) is None
 
 
+def differentiated_by_hand(layers: list[Layer]) -> bool:
+    """Whether no layer from the first with parameters on needs autograd."""
+    learning = [bool(layer.names) for layer in layers]
+    first = learning.index(True) if True in learning else len(layers)
+    return all(is_matmul(layer) or isinstance(layer.module, nn.ReLU) for layer in layers[first:])
+
+
 def forward(
     layers: list[Layer], parameters: Named, x: Tensor, keys: Tensor | None, totals: Named | None = None
 ) -> tuple[Tensor, list[Pull]]:

@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from fedcpsl.dropout import with_keyed_dropout
 from fedcpsl.errors import InputError
-from fedcpsl.layers import backward, forward, is_matmul, is_parameter_free, walk
+from fedcpsl.layers import backward, differentiated_by_hand, forward, is_matmul, is_parameter_free, walk
 
 Leaves = tuple[Tensor, ...]
 Cost = Callable[[Tensor], Tensor]  # from log h to costs
@@ -40,6 +40,7 @@ class Network:
             raise InputError("the model has no trainable parameters")
         self.shapes = {name: parameter.shape for name, parameter in trained.items()}
         self._layers = walk(self.module, self.shapes)
+        self._by_hand = differentiated_by_hand(self._layers)
         self.sizes = [shape.numel() for shape in self.shapes.values()]
         self.initial = torch.cat([p.detach().flatten() for p in trained.values()])
         self.has_dropout = bool(self._dropouts)
@@ -89,7 +90,9 @@ class Network:
         self._set_mode(training=True)
         lead = models[0].shape[: models[0].dim() - len(next(iter(self.shapes.values())))]
         if self.batched and lead:
-            return self._add_gradient_batched(into, models, x, keys, slope or _differentiated(cost), lead)
+            # inference mode spares each small operation autograd's bookkeeping, where nothing needs autograd
+            with torch.inference_mode(slope is not None and self._by_hand):
+                return self._add_gradient_batched(into, models, x, keys, slope or _differentiated(cost), lead)
         with torch.enable_grad():
             leaves = tuple(leaf.detach().requires_grad_() for leaf in models)
             costs = cost(self._each(leaves, x, keys, lead) if lead else self._one(leaves, x, keys))

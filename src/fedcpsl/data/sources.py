@@ -33,8 +33,9 @@ def load_federation(data: config.Data, seed: int) -> Federation:
         return read_npz(Path(data.file), data, seed)
     samples = digits() if data.dataset == "digits" else mnist(data_folder(data.dir))
     device = by_classes(samples.y, data.devices, data.classes_per_device, seed)
-    held = device >= 0
-    x, y, device = samples.x[held], samples.y[held], device[held]
+    x, y, held = samples.x, samples.y, device >= 0
+    if not held.all():  # classes that no device holds; else spare a large copy
+        x, y, device = x[held], y[held], device[held]
     federation = Federation(
         x,
         y,

@@ -173,10 +173,13 @@ def choose_executor(name: str, network: Network, device: torch.device) -> str:
 
 
 def choose_processes(processes: int | str, device: torch.device, active: int) -> int:
-    """auto: one per core that PyTorch would use, where processes can be forked and there is enough to share."""
+    """auto: one per core that PyTorch would use, where processes can be forked and there is enough to share.
+
+    Where there is a GPU, even if unused, PyTorch's autograd may refuse to work in a forked process: auto is 1 there.
+    """
     can_fork = sys.platform == "linux" and device.type == "cpu"
     if processes == settings.AUTO:
-        return min(torch.get_num_threads(), active) if can_fork else 1
+        return min(torch.get_num_threads(), active) if can_fork and not torch.cuda.is_available() else 1
     if int(processes) > 1 and not can_fork:
         raise InputError(f"run.processes = {processes}: needs Linux and the cpu; give 1")
     return int(processes)
