@@ -58,7 +58,7 @@ def _page(
 <section><h2>Accuracy by round</h2><figure>{_inline(pictures["accuracy"])}<figcaption>Mean over devices, each on its own
 test set; the band is one standard deviation over devices.</figcaption></figure></section>
 <section><h2>Accuracy per device</h2><figure>{_inline(pictures["devices"])}<figcaption>Bars: the device's personal
-prediction. Marks: the global model on the same tests.</figcaption></figure></section>
+prediction. Dots: the global model on the same tests.</figcaption></figure></section>
 <section><h2>Models</h2>{_model_table(final)}</section>
 <section><h2>Devices</h2>{_device_table(devices)}</section>
 <section><h2>How to run it again</h2><p>Save the settings below as <code>config.toml</code>, then
@@ -106,7 +106,7 @@ _STYLE = """
 main{max-width:60rem;margin:0 auto;padding:2.5rem 1.25rem}h1{font-size:2rem;margin:0}h1 span{color:var(--soft);font-weight:400}
 h2{font-size:1.15rem;margin:2.5rem 0 .75rem}header p,figcaption,footer{color:var(--soft)}figure{margin:0}
 figure svg{width:100%;height:auto;display:block}figcaption{font-size:.85rem;margin-top:.4rem}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(9rem,1fr));gap:.75rem;margin-top:1.75rem}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(8rem,1fr));gap:.75rem;margin-top:1.75rem}
 .card{background:var(--card);border-radius:.6rem;padding:.9rem 1rem;display:flex;flex-direction:column}
 .card b{font-size:1.45rem;font-variant-numeric:tabular-nums}.card:first-child b{color:var(--accent)}
 .card span{color:var(--soft);font-size:.82rem}table{border-collapse:collapse;width:100%;font-size:.9rem}

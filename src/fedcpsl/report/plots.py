@@ -41,11 +41,12 @@ def accuracy_per_device(devices: Sequence[Mapping[str, str]]) -> str:
         label="personal",
     )
     general = [100 * float(d["global"]) for d in rows]
-    axes.plot(places, general, linestyle="", marker="_", markersize=9, color=COLOURS["global"], label="global")
+    look = {"marker": "o", "markersize": 6, "markeredgecolor": "white", "markeredgewidth": 1.2}
+    axes.plot(places, general, linestyle="", color=COLOURS["global"], label="global", **look)
     every = max(1, len(rows) // 25)
     axes.set_xticks(list(places)[::every], [d["name"] for d in rows][::every])
-    axes.set(xlabel="device, best first", ylabel="accuracy, %", ylim=(0, 101))
-    axes.legend(frameon=False, labelcolor=GREY, loc="lower right")
+    axes.set(xlabel="device, best first", ylabel="accuracy, %", ylim=(0, 104))
+    axes.legend(frameon=False, labelcolor=GREY, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
     return _svg(figure)
 
 

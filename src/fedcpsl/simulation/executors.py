@@ -13,6 +13,8 @@ from fedcpsl.problem import Samples
 from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation.setup import Setup
 
+ROWS_AT_ONCE = 4096
+
 
 class Finished(NamedTuple):
     """What one group of devices leaves behind; every field has a leading dimension, the devices of `group`."""
@@ -38,11 +40,25 @@ LocalRounds = Callable[[Setup, Sequence[DeviceRound], Device, Tensor, Broadcast]
 def local_rounds(
     setup: Setup, plan: Sequence[DeviceRound], devices: Device, targets: Tensor, broadcast: Broadcast
 ) -> Iterator[Finished]:
-    """Run the planned local steps, group by group, in device order."""
+    """New pseudo-labels for every planned device, then its local steps, group by group, in device order."""
+    if setup.method.parts.unlabelled:
+        for task in plan:
+            _relabel(setup, task.device, devices, targets, broadcast)
     size = setup.slots or 1
     for first in range(0, len(plan), size):
         group = plan[first : first + size]
         yield (_side_by_side if setup.slots else _one)(setup, group, devices, targets, broadcast)
+
+
+def _relabel(setup: Setup, device: int, devices: Device, targets: Tensor, broadcast: Broadcast) -> None:
+    """Renew a device's rows of `targets`, in place."""
+    rows = setup.shelf.unlabelled_rows(device)
+    kept, hyper = (map_tensors(lambda t: t[device], state) for state in (devices, setup.hyper))
+    for first in range(rows.start, rows.stop, ROWS_AT_ONCE):
+        some = slice(first, min(first + ROWS_AT_ONCE, rows.stop))
+        targets[some] = setup.algorithm.relabel(
+            setup.method, hyper, broadcast, kept, setup.shelf.x[some], targets[some], rows.stop - rows.start
+        )
 
 
 def _one(

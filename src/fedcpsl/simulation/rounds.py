@@ -15,7 +15,6 @@ from fedcpsl.simulation.executors import Finished, LocalRounds, local_rounds
 from fedcpsl.simulation.setup import Setup
 from fedcpsl.simulation.workers import shared_rounds
 
-ROWS_AT_ONCE = 4096
 COUNT_BYTES = 8  # a step count, or one of the sizes n_i and m_i
 
 
@@ -103,9 +102,6 @@ def next_state(state: State, plan: Sequence[DeviceRound], run: LocalRounds = loc
     roster = setup.roster(state.round)
     broadcast = setup.algorithm.broadcast(state.server)
     working = [task for task in plan if task.steps > 0]  # a device that can do nothing changes nothing
-    if setup.method.parts.unlabelled:
-        for task in working:
-            _relabel(state, task.device, broadcast)
     totals: list[Sum] = []
     costs: dict[int, list[float]] = {}
     for finished in run(setup, working, state.devices, state.targets, broadcast):
@@ -148,23 +144,6 @@ def _admit_joiners(state: State) -> State:
         uplink_bytes=state.uplink_bytes + 2 * COUNT_BYTES * len(joiners),
         downlink_bytes=state.downlink_bytes + len(joiners) * _broadcast_bytes(broadcast),
     )
-
-
-def _relabel(state: State, device: int, broadcast: Broadcast) -> None:
-    setup = state.setup
-    rows = setup.shelf.unlabelled_rows(device)
-    kept, hyper = state.device(device), state.hyper(device)
-    for first in range(rows.start, rows.stop, ROWS_AT_ONCE):
-        some = slice(first, min(first + ROWS_AT_ONCE, rows.stop))
-        state.targets[some] = setup.algorithm.relabel(
-            setup.method,
-            hyper,
-            broadcast,
-            kept,
-            setup.shelf.x[some],
-            state.targets[some],
-            rows.stop - rows.start,
-        )
 
 
 def _keep(state: State, finished: Finished, broadcast: Broadcast, samples: int) -> Sum | None:

@@ -4,6 +4,7 @@ The workers are forked once, after the data is in place, so nothing but schedule
 device states, pseudo-labels and the broadcast lie in memory that all of them see.
 """
 
+import gc
 import mmap
 import os
 import signal
@@ -93,7 +94,10 @@ def _work(
     for other in others:  # so that the pipe ends when the main process does, however it ends
         other.close()
     torch.set_num_threads(1)
+    gc.freeze()  # what was there before the fork is never looked at again
+    gc.disable()  # a step makes many short-lived objects and no cycles: collect between rounds
     while True:
+        gc.collect()
         try:
             plan = pipe.recv()
         except EOFError:
