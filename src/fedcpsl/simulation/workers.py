@@ -96,17 +96,23 @@ def _work(
     torch.set_num_threads(1)
     gc.freeze()  # what was there before the fork is never looked at again
     gc.disable()  # a step makes many short-lived objects and no cycles: collect between rounds
-    while True:
-        gc.collect()
-        try:
-            plan = pipe.recv()
-        except EOFError:
-            os._exit(0)
-        try:
-            for finished in local_rounds(setup, plan, devices, targets, board):
-                pipe.send(_sendable(finished))
-        except Exception as error:
-            pipe.send(error)
+    try:
+        while True:
+            gc.collect()
+            _answer(pipe, setup, devices, targets, board)
+    except (EOFError, BrokenPipeError, ConnectionResetError):  # the main process is gone or has stopped listening
+        os._exit(0)
+
+
+def _answer(pipe: Connection, setup: Setup, devices: Device, targets: Tensor, board: Broadcast) -> None:
+    plan = pipe.recv()
+    try:
+        for finished in local_rounds(setup, plan, devices, targets, board):
+            pipe.send(_sendable(finished))
+    except (BrokenPipeError, ConnectionResetError):
+        raise
+    except Exception as error:
+        pipe.send(error)
 
 
 def _ask(call: Callable[..., Any], *arguments: Any) -> Any:
