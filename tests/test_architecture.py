@@ -7,7 +7,7 @@ import fedcpsl
 
 ROOT = Path(fedcpsl.__file__).parent
 ORDER = [
-    ["errors", "kinds", "dropout", "__init__"],
+    ["errors", "kinds", "dropout", "views", "__init__"],
     ["config", "layers"],
     ["network", "models", "schedule"],
     ["problem"],

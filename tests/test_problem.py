@@ -16,11 +16,12 @@ from fedcpsl.problem import (
     kl_from_uniform,
     label_kl_from_uniform,
     local_cost,
-    local_cost_slope,
+    local_cost_and_slope,
     mixture,
     mixture_share,
     project_to_simplex,
     regulariser,
+    row_weights,
 )
 
 H = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
@@ -165,9 +166,15 @@ def test_the_slopes_are_the_derivatives_of_the_costs(seed):
     log_h = torch.log_softmax(draw(4, 3), -1).requires_grad_()
     batch = Samples(draw(4, 1), torch.softmax(draw(4, 3), -1), draw(4).abs(), draw(4).abs())
     alpha_p, alpha_r, beta = draw(1)[0].abs(), draw(1)[0].abs(), torch.sigmoid(draw(1)[0])
-    (expected,) = torch.autograd.grad(local_cost(log_h, batch, alpha_p, alpha_r, Costs()), log_h)
-    assert torch.allclose(local_cost_slope(log_h.detach(), batch, alpha_p, alpha_r), expected)
+    cost = local_cost(log_h, batch, alpha_p, alpha_r, Costs())
+    (expected,) = torch.autograd.grad(cost, log_h)
+    weights = row_weights(batch.labelled, batch.unlabelled, alpha_p, alpha_r)
+    found, slope = local_cost_and_slope(log_h.detach(), batch.target, weights)
+    assert torch.allclose(slope, expected)
+    assert torch.allclose(found, cost)
     other = torch.log_softmax(draw(4, 3), -1)
     mixed = mixture(log_h, other, beta)
     (expected,) = torch.autograd.grad(mixed.sum(), log_h)
+    with torch.no_grad():
+        assert torch.allclose(mixture(log_h, other, beta), mixed)
     assert torch.allclose(mixture_share(log_h.detach(), mixed.detach(), beta), expected)

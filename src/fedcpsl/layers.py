@@ -49,22 +49,82 @@ def differentiated_by_hand(layers: list[Layer]) -> bool:
     return all(is_matmul(layer) or isinstance(layer.module, nn.ReLU) for layer in layers[first:])
 
 
-def forward(
-    layers: list[Layer], parameters: Named, x: Tensor, keys: Tensor | None, totals: Named | None = None
-) -> tuple[Tensor, list[Pull]]:
-    """Outputs [slots, models, samples, ...]; with `totals`, also what takes gradients back, layer by layer."""
-    pulls: list[Pull] = []
+class Matrices(NamedTuple):
+    """The views that a linear layer's matmuls want: a matrix per model, and a slot's models as one."""
+
+    each: Tensor  # [slots * models, out, in]
+    each_transposed: Tensor
+    together_transposed: Tensor  # [slots, in, models * out]
+    bias: Tensor | None  # [slots * models, 1, out]
+    shape: tuple[int, int, int]  # slots, models, out
+
+
+class Totals(NamedTuple):
+    """Where a linear layer's gradient is added, in the same two views."""
+
+    each: Tensor  # [slots * models, out, in]
+    together: Tensor  # [slots, models * out, in]
+    bias: Tensor | None  # [slots * models, 1, out]
+
+
+class Bound(NamedTuple):
+    """A layer with its parameters and, where it is to learn, the totals that its gradient is added to."""
+
+    layer: Layer
+    parameters: dict[str, Tensor]
+    totals: dict[str, Tensor]
+    learning: bool
+    matrices: Matrices | None
+    matrix_totals: Totals | None
+
+
+def bind(layers: list[Layer], parameters: Named, totals: Named | None = None) -> list[Bound]:
+    """Layers with their parameters [slots, models, *shape]; with `totals`, ready to take gradients back."""
+    bound: list[Bound] = []
+    learning = False
     for layer in layers:
-        learning = totals is not None and bool(pulls or layer.names)  # nothing to learn before the first parameters
+        learning = totals is not None and (learning or bool(layer.names))  # nothing to learn before the first
         own = {name: parameters[full] for name, full in layer.names.items()}
         into = {} if totals is None else {name: totals[full] for name, full in layer.names.items()}
-        if is_matmul(layer):
-            x, pull = _linear(x, own, into)
-        elif isinstance(layer.module, nn.ReLU):
+        matrices = _matrices(own) if is_matmul(layer) else None
+        bound.append(Bound(layer, own, into, learning, matrices, _totals(into) if matrices and into else None))
+    return bound
+
+
+def _matrices(own: Named) -> Matrices:
+    weight, bias = own["weight"], own.get("bias")
+    slots, models, out, _ = weight.shape
+    each = weight.flatten(0, 1)
+    return Matrices(
+        each,
+        each.mT,
+        weight.flatten(1, 2).mT,
+        None if bias is None else bias.reshape(-1, 1, out),
+        (slots, models, out),
+    )
+
+
+def _totals(into: Named) -> Totals:
+    weight, bias = into["weight"], into.get("bias")
+    slots, models, out, inputs = weight.shape
+    return Totals(
+        weight.view(-1, out, inputs),
+        weight.view(slots, models * out, inputs),
+        None if bias is None else bias.view(-1, 1, out),
+    )
+
+
+def forward(bound: list[Bound], x: Tensor, keys: Tensor | None) -> tuple[Tensor, list[Pull]]:
+    """Outputs [slots, models, samples, ...], and what takes gradients back, layer by layer."""
+    pulls: list[Pull] = []
+    for part in bound:
+        if part.matrices:
+            x, pull = _linear(x, part.matrices, part.matrix_totals)
+        elif isinstance(part.layer.module, nn.ReLU):
             x, pull = _relu(x)
         else:
-            x, pull = _other(layer, own, into, x, keys, differentiable=learning)
-        if learning:
+            x, pull = _other(part, x, keys)
+        if part.learning:
             pulls.append(pull)
     return x, pulls
 
@@ -77,33 +137,35 @@ def backward(pulls: list[Pull], gradient: Tensor) -> None:
             gradient = handed_back
 
 
-def _linear(x: Tensor, parameters: Named, totals: Named) -> tuple[Tensor, Pull]:
+def _linear(x: Tensor, matrices: Matrices, totals: Totals | None) -> tuple[Tensor, Pull]:
     """x W^T + b for every model; where a slot's models share x they are one matmul with more outputs."""
-    weight, bias, between = parameters["weight"], parameters.get("bias"), x.shape[2:-1]
-    slots, models, out, _ = weight.shape
-    if x.dim() > 4:
-        x = x.flatten(2, -2)
+    slots, models, out = matrices.shape
+    between = x.shape[2:-1]
+    if len(between) != 1:
+        x = x.reshape(*x.shape[:2], -1, x.shape[-1])
     shared = x.shape[1] < models
     rows = x[:, 0] if shared else x.flatten(0, 1)
-    matrices = weight.flatten(0, 1)
     if shared:
-        y = torch.bmm(rows, weight.flatten(1, 2).mT).view(slots, -1, models, out).transpose(1, 2)
-        y = y.contiguous() if bias is None else y + bias[:, :, None]
-    elif bias is None:
-        y = torch.bmm(rows, matrices.mT)
+        y = torch.bmm(rows, matrices.together_transposed).view(slots, -1, models, out).transpose(1, 2)
+        y = y.contiguous() if matrices.bias is None else y + matrices.bias.view(slots, models, 1, out)
+    elif matrices.bias is None:
+        y = torch.bmm(rows, matrices.each_transposed)
     else:
-        y = torch.baddbmm(bias.view(-1, 1, out), rows, matrices.mT)
+        y = torch.baddbmm(matrices.bias, rows, matrices.each_transposed)
 
     def pull(gradient: Tensor, to_x: bool) -> Tensor | None:
-        gradient = gradient.reshape(slots, models, -1, out)
-        each = gradient.flatten(0, 1)
-        side = gradient.transpose(1, 2).flatten(2) if shared else each
-        totals["weight"].view(-1, side.shape[-1], rows.shape[-1]).baddbmm_(side.mT, rows)
-        if "bias" in totals:
-            totals["bias"].add_(gradient.sum(2))
+        assert totals is not None
+        each = gradient.reshape(slots * models, -1, out)
+        if shared:
+            side = each.view(slots, models, -1, out).transpose(1, 2).flatten(2)
+            totals.together.baddbmm_(side.mT, rows)
+        else:
+            totals.each.baddbmm_(each.mT, rows)
+        if totals.bias is not None:
+            totals.bias.add_(each.sum(1, keepdim=True))
         if not to_x:
             return None
-        x_gradient = torch.bmm(each, matrices).view(slots, models, *between, -1)
+        x_gradient = torch.bmm(each, matrices.each).view(slots, models, *between, -1)
         return x_gradient.sum(1, keepdim=True) if shared else x_gradient
 
     return y.view(slots, models, *between, out), pull
@@ -114,12 +176,11 @@ def _relu(x: Tensor) -> tuple[Tensor, Pull]:
     return y, lambda gradient, _: torch.ops.aten.threshold_backward(gradient, y, 0)
 
 
-def _other(
-    layer: Layer, parameters: dict[str, Tensor], totals: Named, x: Tensor, keys: Tensor | None, *, differentiable: bool
-) -> tuple[Tensor, Pull]:
+def _other(part: Bound, x: Tensor, keys: Tensor | None) -> tuple[Tensor, Pull]:
     """Any other layer, with autograd for its backward pass."""
-    with torch.set_grad_enabled(differentiable):
-        if differentiable:
+    layer, parameters, totals = part.layer, part.parameters, part.totals
+    with torch.set_grad_enabled(part.learning):
+        if part.learning:
             x = x.detach().requires_grad_(x.is_floating_point())
             parameters = {name: t.detach().requires_grad_() for name, t in parameters.items()}
         y = _folded(layer.module, x, keys) if is_parameter_free(layer) else _vmapped(layer.module, parameters, x, keys)

@@ -14,7 +14,8 @@ from torch.func import functional_call
 
 from fedcpsl.dropout import with_keyed_dropout
 from fedcpsl.errors import InputError
-from fedcpsl.layers import backward, differentiated_by_hand, forward, is_matmul, is_parameter_free, walk
+from fedcpsl.layers import Bound, backward, bind, differentiated_by_hand, forward, is_matmul, is_parameter_free, walk
+from fedcpsl.views import remembered
 
 Leaves = tuple[Tensor, ...]
 Cost = Callable[[Tensor], Tensor]  # from log h to costs
@@ -39,11 +40,13 @@ class Network:
         if not trained:
             raise InputError("the model has no trainable parameters")
         self.shapes = {name: parameter.shape for name, parameter in trained.items()}
+        self._first_rank = len(next(iter(self.shapes.values())))
         self._layers = walk(self.module, self.shapes)
         self._by_hand = differentiated_by_hand(self._layers)
         self.sizes = [shape.numel() for shape in self.shapes.values()]
         self.initial = torch.cat([p.detach().flatten() for p in trained.values()])
         self.has_dropout = bool(self._dropouts)
+        self._learning = remembered(self._kept_views)
         self.same_in_both_modes = False
         self._check_outputs(example[:2].expand(2, *example.shape[1:]))
 
@@ -73,7 +76,8 @@ class Network:
         if not lead:
             return self._one(leaves, x, None)
         if self.batched:
-            outputs, _ = forward(self._layers, self._gridded(leaves, lead), _as_grid(x, lead), None)
+            bound = bind(self._layers, self._gridded(leaves, lead))
+            outputs, _ = forward(bound, _as_grid(x, lead), None)
             return torch.log_softmax(outputs, -1).reshape(*lead, *outputs.shape[2:])
         return self._each(leaves, x, None, lead)
 
@@ -88,7 +92,7 @@ class Network:
         is active and its masks are drawn from them.
         """
         self._set_mode(training=True)
-        lead = models[0].shape[: models[0].dim() - len(next(iter(self.shapes.values())))]
+        lead = self._lead(models)
         if self.batched and lead:
             # inference mode spares each small operation autograd's bookkeeping, where nothing needs autograd
             with torch.inference_mode(slope is not None and self._by_hand):
@@ -112,13 +116,23 @@ class Network:
         lead: torch.Size,
     ) -> Tensor:
         keys = None if keys is None else _as_grid(keys, lead)
-        totals = self._gridded(into, lead)
-        outputs, pulls = forward(self._layers, self._gridded(models, lead), _as_grid(x, lead), keys, totals)
+        outputs, pulls = forward(self._learning(models, into) or self._bound(models, into), _as_grid(x, lead), keys)
         log_h = torch.log_softmax(outputs, -1)
         costs, gradient = slope(log_h.view(*lead, *log_h.shape[2:]))
         gradient = gradient.reshape(log_h.shape)
         backward(pulls, gradient.addcmul(log_h.exp(), gradient.sum(-1, keepdim=True), value=-1))
         return costs
+
+    def _lead(self, leaves: Leaves) -> torch.Size:
+        return leaves[0].shape[: leaves[0].dim() - self._first_rank]
+
+    def _bound(self, models: Leaves, into: Leaves) -> list[Bound]:
+        lead = self._lead(models)
+        return bind(self._layers, self._gridded(models, lead), self._gridded(into, lead))
+
+    def _kept_views(self, models: Leaves, into: Leaves) -> list[Bound] | None:
+        """As `_bound`, but only where they are views, so that they are good for the next step too."""
+        return self._bound(models, into) if all(leaf.is_contiguous() for leaf in (*models, *into)) else None
 
     def _gridded(self, leaves: Leaves, lead: torch.Size) -> dict[str, Tensor]:
         return {name: _as_grid(leaf, lead) for name, leaf in zip(self.shapes, leaves, strict=True)}

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedcpsl.views import remembered
+
 LOG_FLOOR = 1e-12
 SampleCost = Callable[[Tensor, Tensor], Tensor]
 
@@ -69,37 +71,55 @@ def local_cost(log_h: Tensor, samples: Samples, alpha_p: Tensor, alpha_r: Tensor
 
     With a mixture's log-probabilities in place of log h(theta) this is F_i(theta_lc, theta, nu_i).
     """
-    loss_weight, regulariser_weight = _weights(samples, alpha_p, alpha_r)
+    weights = row_weights(samples.labelled, samples.unlabelled, alpha_p, alpha_r)
     loss, regularisation = costs.loss(log_h, samples.target), costs.regulariser(log_h, samples.target)
-    return (loss_weight * loss + regulariser_weight * regularisation).sum(-1)
+    return (weights.loss * loss + weights.regulariser * regularisation).sum(-1)
 
 
-def local_cost_slope(log_h: Tensor, samples: Samples, alpha_p: Tensor, alpha_r: Tensor) -> Tensor:
-    """df_i/dlog h = -(w_L + alpha_p w_U) y + alpha_r w_U h (1 + log h), with the default l and R.
+class Weights(NamedTuple):
+    """What each row counts in the loss and in the regulariser, [..., samples]."""
 
-    w_L and w_U are the rows' weights in the two means. What autograd finds from `local_cost`, in a few operations.
+    loss: Tensor
+    regulariser: Tensor
+
+
+def row_weights(labelled: Tensor, unlabelled: Tensor, alpha_p: Tensor, alpha_r: Tensor) -> Weights:
+    """w_L + alpha_p w_U and alpha_r w_U: what a row counts, from its weights w_L and w_U in the two means."""
+    return Weights(labelled + alpha_p[..., None] * unlabelled, alpha_r[..., None] * unlabelled)
+
+
+def local_cost_and_slope(log_h: Tensor, target: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+    """df_i/dlog h = -(w_L + alpha_p w_U) y + alpha_r w_U h (1 + log h), with the default l and R; and f_i before it.
+
+    What `local_cost` and autograd find, in fewer operations.
     """
-    loss_weight, regulariser_weight = _weights(samples, alpha_p, alpha_r)
-    slope = (log_h + 1).mul_(log_h.exp()).mul_(regulariser_weight[..., None])
-    return slope.addcmul_(loss_weight[..., None], samples.target, value=-1)
+    flattening = log_h.exp().mul_(weights.regulariser[..., None])  # alpha_r w_U h
+    slope = torch.addcmul(flattening, weights.loss[..., None], target, value=-1)
+    constants = 2 * log(log_h.shape[-1]) - torch.special.entr(target).sum(-1)  # R less <h, log h>
+    cost = (slope * log_h).sum((-2, -1)) + (weights.regulariser * constants).sum(-1)
+    return cost, slope.addcmul_(flattening, log_h)
 
 
-def _weights(samples: Samples, alpha_p: Tensor, alpha_r: Tensor) -> tuple[Tensor, Tensor]:
-    """What each row counts in the loss and in the regulariser."""
-    return samples.labelled + alpha_p[..., None] * samples.unlabelled, alpha_r[..., None] * samples.unlabelled
+@remembered
+def _log_shares(beta: Tensor) -> tuple[Tensor, Tensor]:
+    """log beta and log (1 - beta): what the two models of a mixture weigh, shaped to go with log h."""
+    beta = beta[..., None, None]
+    return beta.log(), (-beta).log1p()
 
 
 def mixture(log_h_lc: Tensor, log_h: Tensor, beta: Tensor) -> Tensor:
     """h(theta_p; x) = beta h(theta_lc; x) + (1 - beta) h(theta; x), in logarithms and computed stably."""
-    beta = beta[..., None, None]
-    a, b = beta.log() + log_h_lc, (-beta).log1p() + log_h
-    larger = torch.maximum(a, b).detach()
+    a, b = _log_shares(beta)
+    a, b = a + log_h_lc, b + log_h
+    if not torch.is_grad_enabled():
+        return torch.logaddexp(a, b)
+    larger = torch.maximum(a, b).detach()  # at beta = 0 and 1 logaddexp has no second derivative
     return larger + ((a - larger).exp() + (b - larger).exp()).log()
 
 
 def mixture_share(log_h_lc: Tensor, log_h_p: Tensor, beta: Tensor) -> Tensor:
     """dlog h(theta_p)/dlog h(theta_lc) = beta h(theta_lc) / h(theta_p): the localized model's share of a mixture."""
-    return (beta.log()[..., None, None] + log_h_lc - log_h_p).exp_()
+    return (_log_shares(beta)[0] + log_h_lc).sub_(log_h_p).exp_()
 
 
 def closed_form_labels(log_h: Tensor, alpha_p: Tensor, alpha_r: Tensor) -> Tensor:

@@ -9,13 +9,16 @@ from fedcpsl.algorithm import Broadcast, Device, Hyper, Local, Method, Parts, Se
 from fedcpsl.network import Leaves
 from fedcpsl.problem import (
     Samples,
+    Weights,
     closed_form_labels,
     gradient_labels,
     local_cost,
-    local_cost_slope,
+    local_cost_and_slope,
     mixture,
     mixture_share,
+    row_weights,
 )
+from fedcpsl.views import remembered
 
 VARIANTS = {
     #                unlabelled, personal, control variates, momentum, normalised, everyone
@@ -97,63 +100,83 @@ def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     costs = method.network.add_gradient(
         momenta, models, samples.x.unsqueeze(lead), keys, partial(step_costs, *given), slope
     )
-    etas = torch.stack([hyper.eta, hyper.eta_lc][: costs.shape[-1]], -1)
-    return Local(descend(models, etas, momenta), momenta, local.correction, local.costs + costs)
+    descend(models, _etas(hyper, costs.shape[-1]), momenta)
+    return local._replace(costs=local.costs + costs)
+
+
+@remembered
+def _etas(hyper: Hyper, models: int) -> Tensor:
+    return torch.stack([hyper.eta, hyper.eta_lc][:models], -1)
 
 
 def step_costs(method: Method, hyper: Hyper, models: Leaves, samples: Samples, log_h: Tensor) -> Tensor:
     """f_i(theta_i, nu_i) and F_i(theta_lc, theta_i, nu_i), [..., 1 or 2]: gradients of F_i reach theta_lc alone."""
-    predictions = _predictions(method, hyper, models, samples, log_h)
-    each = _for_each_model(samples, hyper)
+    lead = hyper.eta.dim()
+    each = samples._replace(
+        target=samples.target.unsqueeze(lead),
+        labelled=samples.labelled.unsqueeze(lead),
+        unlabelled=samples.unlabelled.unsqueeze(lead),
+    )
+    predictions = log_h
+    if method.parts.personal:
+        predictions = torch.stack([log_h.select(lead, 0), _mixed(method, hyper, models, samples, log_h)], lead)
     return local_cost(predictions, each, hyper.alpha_p[..., None], hyper.alpha_r[..., None], method.costs)
 
 
 def step_slope(method: Method, hyper: Hyper, models: Leaves, samples: Samples, log_h: Tensor) -> tuple[Tensor, Tensor]:
     """The costs of `step_costs` and their gradient in log h, written out for the default l and R."""
     lead = hyper.eta.dim()
-    predictions = _predictions(method, hyper, models, samples, log_h)
-    each, alphas = _for_each_model(samples, hyper), (hyper.alpha_p[..., None], hyper.alpha_r[..., None])
-    slope = local_cost_slope(predictions, each, *alphas)
-    if method.parts.personal:
-        share = mixture_share(log_h.select(lead, 1), predictions.select(lead, 1), hyper.beta)
-        slope.select(lead, 1).mul_(share)
-    return local_cost(predictions, each, *alphas, method.costs), slope
-
-
-def _predictions(method: Method, hyper: Hyper, models: Leaves, samples: Samples, log_h: Tensor) -> Tensor:
-    """log h(theta_i), and beside it the mixture with theta_i frozen (in evaluation mode)."""
+    weights = _weights_for_each_model(samples.labelled, samples.unlabelled, hyper)
+    target = samples.target.unsqueeze(lead)
     if not method.parts.personal:
-        return log_h
+        return local_cost_and_slope(log_h, target, weights)
+    log_h_lc, predictions = log_h.select(lead, 1), log_h.clone()
+    mixed = predictions.select(lead, 1).copy_(_mixed(method, hyper, models, samples, log_h))
+    costs, slope = local_cost_and_slope(predictions, target, weights)
+    slope.select(lead, 1).mul_(mixture_share(log_h_lc, mixed, hyper.beta))
+    return costs, slope
+
+
+def _mixed(method: Method, hyper: Hyper, models: Leaves, samples: Samples, log_h: Tensor) -> Tensor:
+    """log h(theta_p), theta_i its frozen partner (in evaluation mode)."""
     lead = hyper.eta.dim()
-    log_h_i, log_h_lc = log_h.unbind(lead)
-    frozen = log_h_i.detach()
+    frozen = log_h.select(lead, 0).detach()
     if not method.network.same_in_both_modes:
         theta_i = method.network.join([leaf.select(lead, 0) for leaf in models])
         frozen = method.network.log_probabilities(theta_i, samples.x)
-    return torch.stack([log_h_i, mixture(log_h_lc, frozen, hyper.beta)], lead)
+    return mixture(log_h.select(lead, 1), frozen, hyper.beta)
 
 
-def _for_each_model(samples: Samples, hyper: Hyper) -> Samples:
-    lead = hyper.eta.dim()
-    return samples._replace(
-        target=samples.target.unsqueeze(lead),
-        labelled=samples.labelled.unsqueeze(lead),
-        unlabelled=samples.unlabelled.unsqueeze(lead),
-    )
+@remembered
+def _weights_for_each_model(labelled: Tensor, unlabelled: Tensor, hyper: Hyper) -> Weights:
+    lead, alphas = hyper.eta.dim(), (hyper.alpha_p[..., None], hyper.alpha_r[..., None])
+    return row_weights(labelled.unsqueeze(lead), unlabelled.unsqueeze(lead), *alphas)
 
 
 def momentum(gamma: Tensor, mu: Leaves, correction: Leaves) -> Leaves:
     """mu^{t+1} = gamma mu^t - c_i + c, to which the step's gradient is then added; mu_lc has no c. In place."""
-    torch._foreach_mul_(mu, [_over(gamma, leaf) for leaf in mu])
+    torch._foreach_mul_(mu, _over_each(gamma, mu))
     if correction:
-        torch._foreach_add_([leaf.select(gamma.dim(), 0) for leaf in mu], correction)
+        torch._foreach_add_(_of_theta_i(mu, gamma.dim()), correction)
     return mu
 
 
 def descend(theta: Leaves, eta: Tensor, mu: Leaves) -> Leaves:
     """theta^{t+1} = theta^t - eta mu^{t+1}, with eta for theta_i and eta_lc for theta_lc. In place."""
-    torch._foreach_addcmul_(theta, [_over(eta, leaf) for leaf in theta], mu, value=-1)
+    torch._foreach_addcmul_(theta, _etas_over_each(eta, theta), mu, value=-1)
     return theta
+
+
+def _numbers_over_each(numbers: Tensor, leaves: Leaves) -> list[Tensor]:
+    return [numbers.reshape(*numbers.shape, *(1,) * (leaf.dim() - numbers.dim())) for leaf in leaves]
+
+
+_over_each, _etas_over_each = remembered(_numbers_over_each), remembered(_numbers_over_each)
+
+
+@remembered
+def _of_theta_i(leaves: Leaves, lead: int) -> list[Tensor]:
+    return [leaf.select(lead, 0) for leaf in leaves]
 
 
 def finish(
@@ -237,10 +260,6 @@ def server_c(c: Tensor, total: Sum) -> Tensor:
 def predict(method: Method, hyper: Hyper, log_h: Tensor, log_h_lc: Tensor | None) -> Tensor:
     """h(theta_p; x) = beta h(theta_lc; x) + (1 - beta) h(theta; x), or h(theta; x) without a personal model."""
     return log_h if log_h_lc is None or not method.parts.personal else mixture(log_h_lc, log_h, hyper.beta)
-
-
-def _over(numbers: Tensor, leaf: Tensor) -> Tensor:
-    return numbers.reshape(*numbers.shape, *(1,) * (leaf.dim() - numbers.dim()))
 
 
 def _in_slots(theta: Tensor, hyper: Hyper) -> Tensor:

@@ -68,10 +68,10 @@ def _one(
     algorithm, method = setup.algorithm, setup.method
     hyper: Hyper = map_tensors(lambda t: t[task.device], setup.hyper)
     device: Device = map_tensors(lambda t: t[task.device].clone(), devices)
-    feed = _feed(setup, group)
+    feed = _of_slots(_feed(setup, group), 0)
     local = algorithm.begin(method, hyper, broadcast, device)
     for t in range(task.steps):
-        local = algorithm.step(method, hyper, local, _samples(setup, targets, feed, t, 0))
+        local = algorithm.step(method, hyper, local, _samples(setup, targets, feed, t))
     steps = torch.tensor(task.steps, device=targets.device)
     device, upload = algorithm.finish(method, hyper, broadcast, device, local, steps)
     add_slot = lambda t: t[None]  # noqa: E731
@@ -99,8 +99,9 @@ def _side_by_side(
         done.insert(0, map_tensors(lambda t, n=slots: t[n:], local))
         local = map_tensors(lambda t, n=slots: t[:n], local)
         running: Hyper = map_tensors(lambda t, n=slots: t[:n], hyper)
+        fed = _of_slots(feed, slice(0, slots))
         for t in steps:
-            local = algorithm.step(method, running, local, _samples(setup, targets, feed, t, slice(0, slots)))
+            local = algorithm.step(method, running, local, _samples(setup, targets, fed, t))
     local = map_tensors(lambda *pieces: torch.cat(pieces), local, *done)
     steps_done = torch.tensor([task.steps for task in longest_first], device=targets.device)
     device, upload = algorithm.finish(method, hyper, broadcast, device, local, steps_done)
@@ -153,13 +154,22 @@ def _feed(setup: Setup, group: Sequence[DeviceRound]) -> Feed:
     )
 
 
-def _samples(setup: Setup, targets: Tensor, feed: Feed, t: int, slots: int | slice) -> Samples:
-    rows = feed.rows[t, slots]
+def _of_slots(feed: Feed, slots: int | slice) -> Feed:
+    return Feed(
+        feed.rows[:, slots],
+        feed.labelled[slots],
+        feed.unlabelled[slots],
+        None if feed.keys is None else feed.keys[:, slots],
+    )
+
+
+def _samples(setup: Setup, targets: Tensor, feed: Feed, t: int) -> Samples:
+    rows = feed.rows[t]
     flat = rows.flatten()
     return Samples(
         x=setup.shelf.x.index_select(0, flat).view(*rows.shape, *setup.shelf.x.shape[1:]),
         target=targets.index_select(0, flat).view(*rows.shape, -1),
-        labelled=feed.labelled[slots],
-        unlabelled=feed.unlabelled[slots],
-        keys=None if feed.keys is None else feed.keys[t, slots],
+        labelled=feed.labelled,
+        unlabelled=feed.unlabelled,
+        keys=None if feed.keys is None else feed.keys[t],
     )
