@@ -1,5 +1,6 @@
 """The site: Markdown pages, the settings from `fedcpsl.config`, the functions from their docstrings."""
 
+import re
 from dataclasses import fields
 
 import fedcpsl
@@ -53,8 +54,8 @@ def is_bare_field(_app, _what, _name, member, skip, _options):
 
 
 def keep_bars(_app, _what, _name, _object, _options, lines):
-    """A norm's |x| in a docstring is no markup."""
-    lines[:] = [line.replace("|", "\\|") for line in lines]
+    """A norm's |x| and a name's last underscore in a docstring are no markup."""
+    lines[:] = [re.sub(r"(\w)_(?!\w)", r"\1\\_", line.replace("|", "\\|")) for line in lines]
 
 
 def setup(app):

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedcpsl.data.federation import LABELLED, TEST, UNLABELLED, Federation
+from fedcpsl.data.federation import Federation
+from fedcpsl.data.roles import LABELLED, TEST, UNLABELLED
 
 torch.set_num_threads(1)
 

@@ -7,7 +7,8 @@ import fedcpsl
 
 ROOT = Path(fedcpsl.__file__).parent
 ORDER = [
-    ["errors", "kinds", "dropout", "views", "__init__"],
+    ["errors", "kinds", "dropout", "views", "progress", "__init__"],
+    ["settings"],
     ["config", "layers"],
     ["network", "models", "schedule"],
     ["problem"],

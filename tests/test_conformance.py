@@ -77,7 +77,7 @@ def assert_equal(a, b, tolerance=1e-10):
 def test_executors_agree(name):
     """Unequal step counts and data sizes, empty label sets and lost uploads included."""
     reference = final(make(name))
-    assert reference.lost > 0
+    assert (reference.lost > 0) != all_algorithms()[name][1].alone  # who sends nothing loses nothing
     assert_equal(reference, final(make(name, "vectorised")))
 
 

@@ -9,10 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcpsl.config import Data
-from fedcpsl.data.federation import LABELLED, TEST, UNLABELLED, Federation
+from fedcpsl.data.federation import Federation
+from fedcpsl.data.named import NAMED, digits
 from fedcpsl.data.partition import by_classes
-from fedcpsl.data.sources import digits, load_federation, mnist, resolve
+from fedcpsl.data.roles import LABELLED, TEST, UNLABELLED
+from fedcpsl.data.sources import load_federation, resolve
 from fedcpsl.errors import InputError
+from fedcpsl.models import mlp
+from fedcpsl.simulation import prepare
 
 
 @given(devices=st.integers(1, 40), per_device=st.integers(1, 5), classes=st.integers(2, 10), seed=st.integers(0, 10**6))
@@ -35,7 +39,7 @@ def test_the_papers_split_of_digits():
     federation = load_federation(Data(), seed=0)
     assert federation.devices == 20
     assert len(federation.y) == len(digits().y)
-    labelled, unlabelled, test = federation.counts.T
+    labelled, unlabelled, test, _ = federation.counts.T
     assert all((federation.class_counts(r) > 0).sum(1).max() <= 2 for r in (LABELLED, UNLABELLED, TEST))
     assert test / federation.counts.sum(1) == pytest.approx(np.full(20, 0.2), abs=0.01)
     assert labelled / (labelled + unlabelled) == pytest.approx(np.full(20, 0.1), abs=0.01)
@@ -153,21 +157,32 @@ def idx_folder(tmp_path):
     return tmp_path
 
 
+def mnist(folder):
+    return NAMED["mnist"].read([folder])
+
+
 def test_mnist_is_read_from_its_idx_files(idx_folder, monkeypatch):
-    x, y = mnist(idx_folder)
-    assert x.shape == (200, 784)
-    assert x.min() == pytest.approx(-0.1307 / 0.3081, abs=1e-3)
-    assert x.max() == pytest.approx((1 - 0.1307) / 0.3081, abs=1e-3)
-    assert y.tolist() == [i % 10 for i in range(200)]
+    source = mnist(idx_folder)
+    assert source.x.shape == (200, 1, 28, 28)
+    assert source.x.dtype == np.uint8
+    assert source.y.tolist() == [i % 10 for i in range(200)]
     monkeypatch.setenv("FEDCPSL_DATA", str(idx_folder))
-    assert load_federation(Data(dataset="mnist", devices=5), seed=0).devices == 5
+    federation = load_federation(Data(dataset="mnist", devices=5), seed=0)
+    assert federation.devices == 5
+    x = prepare(federation, mlp(784, 10)).shelf.x
+    assert x.min().item() == pytest.approx(-0.1307 / 0.3081, abs=1e-3)
+    assert x.max().item() == pytest.approx((1 - 0.1307) / 0.3081, abs=1e-3)
+    unscaled = load_federation(Data(dataset="mnist", devices=5, normalise="none"), seed=0)
+    assert prepare(unscaled, mlp(784, 10)).shelf.x.max().item() == 255
     plain = idx_folder / "train-labels-idx1-ubyte"
     write_idx(plain, np.arange(200) % 10)  # not compressed, and beside the folder's own
     (idx_folder / "mnist" / "train-labels-idx1-ubyte.gz").unlink()
     assert len(mnist(idx_folder).y) == 200
 
 
-def test_bad_mnist_files_are_named(idx_folder):
+def test_bad_mnist_files_are_named(idx_folder, monkeypatch, tmp_path):
+    monkeypatch.setenv("FEDCPSL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FEDCPSL_MIRROR", "http://127.0.0.1:9")  # where nobody answers
     path = idx_folder / "mnist" / "train-labels-idx1-ubyte.gz"
     whole = path.read_bytes()
     for content, words in [
@@ -179,22 +194,71 @@ def test_bad_mnist_files_are_named(idx_folder):
         with pytest.raises(InputError, match=words):
             mnist(idx_folder)
     path.unlink()
-    with pytest.raises(InputError, match="no such file"):
+    with pytest.raises(InputError, match=r"train-labels-idx1-ubyte.gz"):
         mnist(idx_folder)
+
+
+def test_fashion_mnist_is_normalised_by_its_own_training_data(idx_folder):
+    (idx_folder / "mnist").rename(idx_folder / "fashion-mnist")
+    federation = load_federation(Data(dataset="fashion-mnist", dir=str(idx_folder), devices=5), seed=0)
+    assert federation.class_names[9] == "ankle boot"
+    x = prepare(federation, mlp(784, 10)).shelf.x
+    assert x.mean().item() == pytest.approx(0, abs=1e-5)
+    assert x.std().item() == pytest.approx(1, abs=1e-3)
+
+
+@pytest.fixture
+def har_folder(tmp_path):
+    """Three people, two recordings each, of which the last is the test."""
+    (tmp_path / "har").mkdir()
+    recording = np.repeat([1, 2, 3, 4, 5, 6], 12)
+    rng = np.random.default_rng(0)
+    np.savez(
+        tmp_path / "har" / "har_windows.npz",
+        x=rng.integers(-700, 700, (72, 128, 6)).astype(np.int16),
+        y=np.arange(72) % 6,
+        user=(recording + 1) // 2,
+        exp=recording,
+        scale=np.full(6, 1 / 720),
+        classes=np.array(["WALKING", "WALKING_UPSTAIRS", "WALKING_DOWNSTAIRS", "SITTING", "STANDING", "LAYING"]),
+    )
+    return tmp_path
+
+
+def test_har_is_one_person_a_device_with_tests_by_recording(har_folder):
+    federation = load_federation(Data(dataset="har", dir=str(har_folder), labelled=0.5), seed=0)
+    assert federation.names == ("person 1", "person 2", "person 3")
+    assert federation.class_names[1] == "walking upstairs"
+    assert federation.x.shape == (72, 6, 128)
+    assert (np.flatnonzero(federation.role == TEST) // 12 % 2 == 1).all()
+    assert federation.counts.tolist() == [[6, 6, 12, 0]] * 3
+    assert federation.scaling.shift.shape == (6, 1)
+
+
+def test_har_files_that_are_not_there_or_wrong_are_named(har_folder, tmp_path):
+    path = har_folder / "har" / "har_windows.npz"
+    with np.load(path) as arrays:
+        np.savez(path, **{name: arrays[name] for name in arrays.files if name != "exp"})
+    with pytest.raises(InputError, match="has no array 'exp'"):
+        load_federation(Data(dataset="har", dir=str(har_folder)), seed=0)
+    path.unlink()
+    with pytest.raises(InputError, match=r"har_windows.npz: no such file"):
+        load_federation(Data(dataset="har", dir=str(har_folder)), seed=0)
+    with pytest.raises(InputError, match="har has devices of its own"):
+        load_federation(Data(dataset="har", dir=str(tmp_path), partition="iid"), seed=0)
 
 
 def test_settings_that_do_not_fit_are_named(monkeypatch):
     monkeypatch.delenv("FEDCPSL_DATA", raising=False)
     for data, words in [
         (Data(dataset="minst"), "did you mean 'mnist'"),
-        (Data(dataset="own"), "--data FILE.npz"),
-        (Data(dataset="digits", partition="device"), "give 'classes'"),
-        (Data(file="x.npz", partition="classes"), "give 'device'"),
+        (Data(dataset="own"), "--data FILE"),
+        (Data(dataset="digits", partition="natural"), "no devices of its own"),
     ]:
         with pytest.raises(InputError, match=words):
             resolve(data)
-    with pytest.raises(InputError, match="FEDCPSL_DATA"):
-        load_federation(Data(dataset="mnist"), 0)
+    with pytest.raises(InputError, match="no such folder"):
+        load_federation(Data(dataset="mnist", dir="nowhere"), 0)
     with pytest.raises(InputError, match="only 10 classes"):
         load_federation(Data(classes_per_device=11), 0)
     with pytest.raises(InputError, match="use fewer devices"):

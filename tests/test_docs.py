@@ -2,12 +2,15 @@
 
 import re
 import shlex
+import struct
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from fedcpsl.cli import parser
+from fedcpsl.cli import parser, run_command
 from fedcpsl.config import FLAGS, Config, parse_value, read_config, setting, with_settings
 
 ROOT = Path(__file__).parents[1]
@@ -110,3 +113,69 @@ def test_python_runs(page, tmp_path, monkeypatch):
     for block in BLOCKS:
         if block.page == page and block.language == "python":
             exec(compile(block.content, f"{page}:{block.line}", "exec"), names)
+
+
+RUN_HERE = ("README.md", "data.md", "models.md", "compare.md", "method.md")
+LESS_WORK = {
+    "run": ["--rounds", "1", "--set", "run.processes=1"],
+    "compare": ["--rounds", "1", "--seeds", "1", "--set", "run.processes=1"],
+    "sweep": ["--rounds", "1", "--seeds", "1", "--set", "run.processes=1"],
+    "data": [],
+}
+
+
+def small_world(folder):
+    """What the pages take for granted: a table, arrays, photos, a model, and small MNIST and CIFAR-10 files."""
+    rng = np.random.default_rng(0)
+    kinds, phones = rng.choice(["cat", "dog", ""], 200), rng.choice(["ann", "bob", "cid"], 200)
+    rows = [f"{a:.3f},{b:.3f},{p},{k}" for (a, b), p, k in zip(rng.normal(size=(200, 2)), phones, kinds, strict=True)]
+    (folder / "mine.csv").write_text("\n".join(["height,width,phone,kind", *rows]) + "\n")
+    without_devices = [",".join(row.split(",")[:2] + row.split(",")[3:]) for row in ["a,b,phone,kind", *rows]]
+    (folder / "rows.csv").write_text("\n".join(without_devices) + "\n")
+    y = np.where(rng.random(300) < 0.5, -1, rng.integers(0, 3, 300))
+    np.savez(folder / "mine.npz", x=rng.normal(size=(300, 8)), y=y, device=np.repeat(["a", "b", "c"], 100))
+    for device in ("ann", "bob"):
+        for label in ("cat", "dog", "unlabelled"):
+            (folder / "photos" / device / label).mkdir(parents=True)
+            for i in range(5):
+                pixels = rng.integers(0, 255, (18, 18, 3)).astype(np.uint8)
+                Image.fromarray(pixels).save(folder / "photos" / device / label / f"{i}.png")
+    (folder / "mypackage").mkdir()
+    model = "from fedcpsl import mlp\n\n\ndef make(shape, classes):\n    return mlp(3 * 18 * 18, classes, [8])\n"
+    (folder / "mypackage" / "mymodule.py").write_text(model)
+    (folder / "mymodel.py").write_text(next(b.content for b in BLOCKS if b.page == "models.md" and "def " in b.content))
+    write_idx(folder / "data" / "mnist" / "train-images-idx3-ubyte", rng.integers(0, 256, (400, 28, 28)))
+    write_idx(folder / "data" / "mnist" / "train-labels-idx1-ubyte", np.arange(400) % 10)
+    batches = folder / "data" / "cifar10" / "cifar-10-batches-bin"
+    batches.mkdir(parents=True)
+    for i in range(1, 6):
+        records = rng.integers(0, 256, (80, 3073)).astype(np.uint8)
+        records[:, 0] = np.arange(80) % 10
+        (batches / f"data_batch_{i}.bin").write_bytes(records.tobytes())
+
+
+def write_idx(path, array):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = struct.pack(">HBB", 0, 8, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape)
+    path.write_bytes(header + array.astype(np.uint8).tobytes())
+
+
+@pytest.mark.parametrize("page", RUN_HERE)
+def test_the_commands_of_a_page_run(page, tmp_path, monkeypatch, capsys):
+    """All but those that go on with or show a run of the reader's own; with less work than the page asks for."""
+    small_world(tmp_path)
+    (tmp_path / "experiments").symlink_to(ROOT / "experiments")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("FEDCPSL_DATA", str(tmp_path / "data"))
+    ran = 0
+    for block in BLOCKS:
+        if block.page != page or block.language != "bash":
+            continue
+        for program, *arguments in commands(block):
+            if not program.endswith("fedcpsl") or arguments[0] not in LESS_WORK or "--resume" in arguments:
+                continue
+            code = run_command([*arguments, *([] if "--dry-run" in arguments else LESS_WORK[arguments[0]])])
+            assert code == 0, (arguments, capsys.readouterr().err)
+            ran += 1
+    assert ran > 0

@@ -25,6 +25,7 @@ class Parts(NamedTuple):
     momentum: bool
     normalised: bool  # aggregation of updates divided by the effective steps
     everyone: bool = False  # defined for full participation only
+    alone: bool = False  # no server: each device trains its localized model for itself
 
 
 class Hyper(NamedTuple):
@@ -47,6 +48,12 @@ class Method(NamedTuple):
     costs: Costs
     pseudo_labels: str  # "closed_form" or "gradient"
     eta_g: str | float  # "mean_steps", "mean_effective_steps" or a number
+    labels_from: str = "global"  # whose predictions pseudo-labels are made of: "global" or "mixture"
+    personal_round: bool = False  # whether theta_lc is trained against a fixed theta and nothing is sent
+
+    @property
+    def trains_localized_alone(self) -> bool:
+        return self.parts.alone or self.personal_round
 
 
 class Server(NamedTuple):
@@ -73,7 +80,8 @@ class Device(NamedTuple):
 class Local(NamedTuple):
     """One device's working state in a round, owned by it: `step` may reuse its memory.
 
-    Every leaf has a dimension for the models after the leading ones: 0 is theta_i, 1 is theta_lc.
+    Every leaf has a dimension for the models after the leading ones: 0 is theta_i, 1 is theta_lc. Where only one of
+    them is trained, that one is 0.
     """
 
     models: Leaves  # [..., 1 or 2, *shape] each
@@ -85,7 +93,7 @@ class Local(NamedTuple):
 class Upload(NamedTuple):
     """Device to server: what privacy and the uplink pay for."""
 
-    delta: Tensor  # [..., parameters]
+    delta: Tensor  # [..., parameters], or empty where nothing is sent
     steps: Tensor  # [...]
 
 

@@ -8,7 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedcpsl.simulation import Setup, State
+from fedcpsl.simulation import State
+from fedcpsl.simulation.shelf import Held
 
 ROWS_AT_ONCE = 16384
 
@@ -16,8 +17,8 @@ ROWS_AT_ONCE = 16384
 class Predictions(NamedTuple):
     """Log-probabilities of every test sample, device by device."""
 
-    personal: Tensor  # [test samples, classes]
-    general: Tensor
+    personal: Tensor  # [samples, classes]
+    general: Tensor | None  # None where there is no server
     localized: Tensor | None
     made_by: NDArray[np.int64]  # the version of each device's localized model, to reuse what has not changed
 
@@ -32,12 +33,13 @@ class Accuracy(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """All metrics of one state; `localized` is None where the algorithm has no such model."""
+    """All metrics of one state; a model is None where the algorithm has none of its kind."""
 
     personal: Accuracy
-    general: Accuracy
+    general: Accuracy | None
     localized: Accuracy | None
-    union: float  # theta on the union of the test sets
+    union: float | None  # theta on the union of the test sets
+    validation: Accuracy | None  # of the personal models, on what was held back for choosing settings
     losses: dict[str, float | None]
     pseudo_label_accuracy: float | None
     predictions: Predictions
@@ -50,6 +52,7 @@ class Evaluation(NamedTuple):
             "global": _summary(self.general),
             "localized": _summary(self.localized),
             "union": self.union,
+            "validation": _summary(self.validation),
             "losses": self.losses,
             "pseudo_label_accuracy": self.pseudo_label_accuracy,
             "uplink_bytes": state.uplink_bytes,
@@ -61,65 +64,83 @@ class Evaluation(NamedTuple):
 
 def evaluate(state: State, earlier: Predictions | None = None) -> Evaluation:
     """Every metric; `earlier` predictions are reused for devices whose localized model has not changed since."""
-    predictions = predict(state, earlier)
-    roster = state.setup.roster(max(state.round - 1, 0)).tolist()
-    losses = {
-        "train": _mean([costs[0] for costs in state.costs.values()]),
-        "train_personal": _mean([costs[1] for costs in state.costs.values() if len(costs) > 1]),
-        "test_personal": _test_loss(state.setup, predictions.personal),
-        "test_global": _test_loss(state.setup, predictions.general),
-        "test_localized": _test_loss(state.setup, predictions.localized),
-    }
-    general = _accuracy(state.setup, predictions.general, roster)
-    sizes = np.diff(state.setup.shelf.test_start)
-    tested = sum(int(sizes[i]) for i in general.devices)
+    setup = state.setup
+    tests, validation = setup.shelf.test, setup.shelf.validation
+    predictions = predict(state, tests, earlier)
+    roster = setup.roster(max(state.round - 1, 0)).tolist()
+    general = _accuracy(tests, predictions.general, roster)
+    personal = _accuracy(tests, predictions.personal, roster)
+    assert personal is not None
     return Evaluation(
-        personal=_accuracy(state.setup, predictions.personal, roster),
+        personal=personal,
         general=general,
-        localized=None if predictions.localized is None else _accuracy(state.setup, predictions.localized, roster),
-        union=sum(a * int(sizes[i]) for i, a in general.devices.items()) / tested if tested else float("nan"),
-        losses=losses,
+        localized=_accuracy(tests, predictions.localized, roster),
+        union=None if general is None else _over_union(tests, general),
+        validation=_accuracy(validation, predict(state, validation).personal, roster) if len(validation.x) else None,
+        losses=_losses(state, predictions),
         pseudo_label_accuracy=pseudo_label_accuracy(state),
         predictions=predictions,
     )
 
 
 @torch.no_grad()
-def predict(state: State, earlier: Predictions | None = None) -> Predictions:
-    """What every device predicts for its test set, and what the two models behind that do."""
-    setup, network = state.setup, state.setup.method.network
-    x = setup.shelf.test_x
-    pieces = [network.log_probabilities(state.server.theta, some) for some in x.split(ROWS_AT_ONCE)]
-    general = torch.cat(pieces) if len(x) else x.new_zeros(0, network.classes)
-    versions = state.active_rounds + (setup.joins < state.round)
-    if not setup.method.parts.personal:
+def predict(state: State, held: Held, earlier: Predictions | None = None) -> Predictions:
+    """What every device predicts for its own samples of a held-back set, and what the two models behind that do."""
+    setup, method, x = state.setup, state.setup.method_after(state.round), held.x
+    network = method.network
+    general = None
+    if not method.parts.alone:
+        pieces = [network.log_probabilities(state.server.theta, some) for some in x.split(ROWS_AT_ONCE)]
+        general = torch.cat(pieces) if len(x) else x.new_zeros(0, network.classes)
+    versions = state.active_rounds + (setup.joins < state.round) + max(state.round - setup.rounds, 0)
+    if not method.parts.personal:
+        assert general is not None
         return Predictions(general, general, None, versions)
-    localized = torch.empty_like(general) if earlier is None or earlier.localized is None else earlier.localized.clone()
-    personal = torch.empty_like(general)
+    known = earlier if earlier is not None and earlier.localized is not None else None
+    localized = x.new_empty(len(x), network.classes) if known is None else known.localized.clone()  # type: ignore[union-attr]
+    personal = torch.empty_like(localized)
     for i in range(setup.devices):
-        rows = setup.shelf.test_rows(i)
-        if earlier is None or earlier.made_by[i] != versions[i]:
+        rows = held.rows(i)
+        if known is None or known.made_by[i] != versions[i]:
             localized[rows] = network.log_probabilities(state.devices.theta_lc[i], x[rows])
-        personal[rows] = setup.algorithm.predict(setup.method, state.hyper(i), general[rows], localized[rows])
+        of_theta = localized[rows] if general is None else general[rows]
+        personal[rows] = setup.algorithm.predict(method, state.hyper(i), of_theta, localized[rows])
     return Predictions(personal, general, localized, versions)
 
 
 def pseudo_label_accuracy(state: State) -> float | None:
-    """How many pseudo-labels are right, over devices that have been active; None where nobody knows the truth."""
+    """How many pseudo-labels are right, over devices that have made some; None where nobody knows the truth."""
     setup = state.setup
     if not setup.method.parts.unlabelled:
         return None
+    labelled_once = state.active_rounds > setup.warm_up
+    if setup.two_phase and state.round > setup.rounds:
+        labelled_once = np.ones_like(labelled_once)
     right = known = 0
-    for i in np.flatnonzero(state.active_rounds).tolist():
+    for i in np.flatnonzero(labelled_once).tolist():
         truth = setup.shelf.truth[setup.shelf.unlabelled_rows(i)]
         right += int((state.nu(i).argmax(-1) == truth)[truth >= 0].sum())
         known += int((truth >= 0).sum())
     return right / known if known else None
 
 
-def _accuracy(setup: Setup, log_h: Tensor, roster: list[int]) -> Accuracy:
-    right = (log_h.argmax(-1) == setup.shelf.test_y).double().cpu().numpy()
-    rows = {i: setup.shelf.test_rows(i) for i in roster}
+def _losses(state: State, predictions: Predictions) -> dict[str, float | None]:
+    costs, tests = list(state.costs.values()), state.setup.shelf.test
+    alone = state.setup.method_after(state.round).trains_localized_alone
+    return {
+        "train": None if alone else _mean([c[0] for c in costs]),
+        "train_personal": _mean([c[-1] for c in costs if alone or len(c) > 1]),
+        "test_personal": _loss(tests, predictions.personal),
+        "test_global": _loss(tests, predictions.general),
+        "test_localized": _loss(tests, predictions.localized),
+    }
+
+
+def _accuracy(held: Held, log_h: Tensor | None, roster: list[int]) -> Accuracy | None:
+    if log_h is None:
+        return None
+    right = (log_h.argmax(-1) == held.y).double().cpu().numpy()
+    rows = {i: held.rows(i) for i in roster}
     devices = {i: float(right[r].mean()) for i, r in rows.items() if r.stop > r.start}
     if not devices:
         return Accuracy(float("nan"), float("nan"), float("nan"), {})
@@ -127,10 +148,16 @@ def _accuracy(setup: Setup, log_h: Tensor, roster: list[int]) -> Accuracy:
     return Accuracy(float(values.mean()), float(values.std()), float(values[: ceil(len(values) / 10)].mean()), devices)
 
 
-def _test_loss(setup: Setup, log_h: Tensor | None) -> float | None:
+def _over_union(held: Held, accuracy: Accuracy) -> float:
+    sizes = np.diff(held.start)
+    tested = sum(int(sizes[i]) for i in accuracy.devices)
+    return sum(a * int(sizes[i]) for i, a in accuracy.devices.items()) / tested if tested else float("nan")
+
+
+def _loss(held: Held, log_h: Tensor | None) -> float | None:
     if log_h is None or not len(log_h):
         return None
-    return float(-log_h.gather(1, setup.shelf.test_y[:, None]).mean())
+    return float(-log_h.gather(1, held.y[:, None]).mean())
 
 
 def _mean(values: list[float]) -> float | None:

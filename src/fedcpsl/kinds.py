@@ -81,6 +81,12 @@ def is_share_or_list(value: Any) -> bool:
     return bool(numbers) and all(_is_real(v) and 0 <= v <= 1 for v in numbers)
 
 
+def is_labelled_share(value: Any) -> bool:
+    if isinstance(value, list):
+        return is_share_or_list(value) and any(value)
+    return value == "auto" or (_is_real(value) and 0 < value <= 1)
+
+
 def is_range(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(map(_is_whole, value)) and 1 <= value[0] <= value[1]
 

@@ -64,6 +64,7 @@ class Samples(NamedTuple):
     labelled: Tensor  # [..., samples]
     unlabelled: Tensor  # [..., samples]
     keys: Tensor | None = None  # [..., samples]: where dropout masks come from
+    partner: Tensor | None = None  # [..., samples, classes]: log h(theta; x) of a theta that stays fixed
 
 
 def local_cost(log_h: Tensor, samples: Samples, alpha_p: Tensor, alpha_r: Tensor, costs: Costs) -> Tensor:

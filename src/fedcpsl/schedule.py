@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-PURPOSES = ("split", "init", "participation", "epochs", "labelled", "unlabelled", "upload", "dropout")
+PURPOSES = ("split", "init", "participation", "epochs", "labelled", "unlabelled", "upload", "dropout", "labels")
 
 
 def stream(seed: int, purpose: str, *where: int) -> np.random.Generator:
@@ -29,6 +29,7 @@ class Work(NamedTuple):
     batch_labelled: int
     batch_unlabelled: int
     loss_rate: float
+    matched: bool = False  # count an epoch over all samples also where labels alone are used
 
 
 class DeviceRound(NamedTuple):
@@ -39,6 +40,9 @@ class DeviceRound(NamedTuple):
     labelled: NDArray[np.int64]  # [steps, batch]: indices into its labelled samples; [steps, 0] where it has none
     unlabelled: NDArray[np.int64]  # the same for its unlabelled samples
     lost: bool = False
+    relabels: bool = True  # whether its pseudo-labels are renewed before its steps
+    warming: bool = False  # whether it uses no pseudo-labels yet
+    personal: bool = False  # whether it trains its localized model alone
     keys: NDArray[np.int64] | None = None  # [steps, rows]: for dropout
 
 
@@ -62,9 +66,10 @@ def draw_active(seed: int, round: int, roster: Sequence[int], active: int) -> li
 
 def draw_steps(seed: int, round: int, device: int, sizes: Sizes, work: Work, unlabelled: bool) -> int:
     """Q_i^r: from epochs, given steps, or epochs drawn uniformly for heterogeneous local updates (HLU)."""
-    epoch = steps_per_epoch(int(sizes.labelled[device]), int(sizes.unlabelled[device]), work, unlabelled)
-    if epoch == 0:
-        return 0
+    n, m = int(sizes.labelled[device]), int(sizes.unlabelled[device])
+    if n == 0 and not (unlabelled and m):
+        return 0  # no data that the algorithm uses
+    epoch = steps_per_epoch(n, m, work, unlabelled or work.matched)
     if work.unit == "steps":
         return work.amount
     if work.unit == "hlu":
@@ -84,15 +89,23 @@ def draw_round(
     dropout: bool,
 ) -> list[DeviceRound]:
     """The schedule of one round, in device order."""
+    active = draw_active(seed, round, roster, work.active)
+    return draw_tasks(seed, round, active, sizes, work, unlabelled=unlabelled, dropout=dropout)
+
+
+def draw_tasks(
+    seed: int, round: int, devices: Sequence[int], sizes: Sizes, work: Work, *, unlabelled: bool, dropout: bool
+) -> list[DeviceRound]:
+    """What given devices do in a round: their steps and samples, and whose upload is lost."""
     plan = []
-    for device in draw_active(seed, round, roster, work.active):
+    for device in devices:
         steps = draw_steps(seed, round, device, sizes, work, unlabelled)
         widths = work.batch_labelled, work.batch_unlabelled if unlabelled else 0
         labelled = _draw_batches(seed, "labelled", round, device, steps, widths[0], sizes.labelled)
         extra = _draw_batches(seed, "unlabelled", round, device, steps, widths[1], sizes.unlabelled)
         lost = bool(stream(seed, "upload", round, device).random() < work.loss_rate)
         keys = draw_keys(seed, round, device, steps, widths) if dropout else None
-        plan.append(DeviceRound(device, steps, labelled, extra, lost, keys))
+        plan.append(DeviceRound(device, steps, labelled, extra, lost, keys=keys))
     return plan
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from fedcpsl import config
 from fedcpsl.data.archive import read_archive
-from fedcpsl.data.federation import LABELLED, TEST, UNLABELLED, Federation
+from fedcpsl.data.federation import Federation
+from fedcpsl.data.roles import LABELLED, TEST, UNLABELLED
 from fedcpsl.errors import InputError
 from fedcpsl.evaluation import predict
 from fedcpsl.schedule import DeviceRound
@@ -172,9 +173,9 @@ def _not_compared(vector: Vector, state: State) -> Iterator[Difference]:
 
 
 def _compare_predictions(vector: Vector, state: State) -> Iterator[Difference]:
-    predictions = predict(state)
+    predictions = predict(state, state.setup.shelf.test)
     for i in range(state.setup.devices):
-        log_h = predictions.personal[state.setup.shelf.test_rows(i)]
+        log_h = predictions.personal[state.setup.shelf.test.rows(i)]
         expected = vector[f"out/final/device{i}/probabilities"]
         yield _difference("probabilities", state.round, i, log_h.exp().cpu().numpy(), expected)
 

@@ -29,6 +29,8 @@ VARIANTS = {
     "apfsl": Parts(True, True, False, False, False),
     "fedavg": Parts(False, False, False, False, False),
     "scaffold": Parts(False, False, True, False, False),
+    "local": Parts(False, True, False, True, False, alone=True),
+    "local-pseudo": Parts(True, True, False, True, False, alone=True),
 }
 
 
@@ -68,9 +70,17 @@ def admit(method: Method, server: Server, samples_before: int, samples_after: in
 def relabel(
     method: Method, hyper: Hyper, broadcast: Broadcast, device: Device, x: Tensor, nu: Tensor, count: int
 ) -> Tensor:
-    """nu^{r+1} = arg min over the simplex of f_i(theta^r, nu), or one gradient step towards it."""
-    del device  # the paper labels with the global model alone
-    log_h = method.network.log_probabilities(_in_slots(broadcast.theta, hyper), x)
+    """nu^{r+1} = arg min over the simplex of f_i(theta^r, nu), or one gradient step towards it.
+
+    A device without a server labels with its own model; `labels_from` may ask for the device's mixture.
+    """
+    predict = method.network.log_probabilities
+    if method.parts.alone:
+        log_h = predict(device.theta_lc, x)
+    else:
+        log_h = predict(_in_slots(broadcast.theta, hyper), x)
+        if method.labels_from == "mixture" and method.parts.personal:
+            log_h = mixture(predict(device.theta_lc, x), log_h, hyper.beta)
     if method.pseudo_labels == "closed_form":
         return closed_form_labels(log_h, hyper.alpha_p, hyper.alpha_r)
     return gradient_labels(nu, log_h, hyper.eta_v, hyper.alpha_p, hyper.alpha_r, count, method.costs)
@@ -79,13 +89,14 @@ def relabel(
 def begin(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device) -> Local:
     """theta_i^{r,0} = theta^r, theta_lc^{r,0} as the device kept it, both momenta zero."""
     split, lead = method.network.split, hyper.eta.dim()
-    theta = split(_in_slots(broadcast.theta, hyper))
-    each = zip(theta, split(device.theta_lc), strict=True) if method.parts.personal else ((leaf,) for leaf in theta)
-    models = tuple(torch.stack(pair, lead) for pair in each)
+    trained = [] if method.trains_localized_alone else [_in_slots(broadcast.theta, hyper)]
+    trained += [device.theta_lc] if method.parts.personal else []
+    models = tuple(torch.stack(leaves, lead) for leaves in zip(*map(split, trained), strict=True))
+    corrected = method.parts.control_variates and not method.trains_localized_alone
     return Local(
         models,
         momenta=tuple(torch.zeros_like(leaf) for leaf in models),
-        correction=split(broadcast.c - device.c) if method.parts.control_variates else (),
+        correction=split(broadcast.c - device.c) if corrected else (),
         costs=models[0].new_zeros(models[0].shape[: lead + 1]),
     )
 
@@ -100,13 +111,15 @@ def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     costs = method.network.add_gradient(
         momenta, models, samples.x.unsqueeze(lead), keys, partial(step_costs, *given), slope
     )
-    descend(models, _etas(hyper, costs.shape[-1]), momenta)
+    descend(models, _etas(method, hyper), momenta)
     return local._replace(costs=local.costs + costs)
 
 
 @remembered
-def _etas(hyper: Hyper, models: int) -> Tensor:
-    return torch.stack([hyper.eta, hyper.eta_lc][:models], -1)
+def _etas(method: Method, hyper: Hyper) -> Tensor:
+    """The step size of each model that is trained."""
+    trained = [] if method.trains_localized_alone else [hyper.eta]
+    return torch.stack([*trained, hyper.eta_lc] if method.parts.personal else trained, -1)
 
 
 def step_costs(method: Method, hyper: Hyper, models: Leaves, samples: Samples, log_h: Tensor) -> Tensor:
@@ -118,7 +131,9 @@ def step_costs(method: Method, hyper: Hyper, models: Leaves, samples: Samples, l
         unlabelled=samples.unlabelled.unsqueeze(lead),
     )
     predictions = log_h
-    if method.parts.personal:
+    if method.trains_localized_alone:
+        predictions = log_h if samples.partner is None else _mixed_alone(hyper, samples, log_h)
+    elif method.parts.personal:
         predictions = torch.stack([log_h.select(lead, 0), _mixed(method, hyper, models, samples, log_h)], lead)
     return local_cost(predictions, each, hyper.alpha_p[..., None], hyper.alpha_r[..., None], method.costs)
 
@@ -128,7 +143,11 @@ def step_slope(method: Method, hyper: Hyper, models: Leaves, samples: Samples, l
     lead = hyper.eta.dim()
     weights = _weights_for_each_model(samples.labelled, samples.unlabelled, hyper)
     target = samples.target.unsqueeze(lead)
-    if not method.parts.personal:
+    if method.trains_localized_alone and samples.partner is not None:
+        mixed = _mixed_alone(hyper, samples, log_h)
+        costs, slope = local_cost_and_slope(mixed, target, weights)
+        return costs, slope.mul_(mixture_share(log_h.squeeze(lead), mixed.squeeze(lead), hyper.beta).unsqueeze(lead))
+    if method.trains_localized_alone or not method.parts.personal:
         return local_cost_and_slope(log_h, target, weights)
     log_h_lc, predictions = log_h.select(lead, 1), log_h.clone()
     mixed = predictions.select(lead, 1).copy_(_mixed(method, hyper, models, samples, log_h))
@@ -145,6 +164,13 @@ def _mixed(method: Method, hyper: Hyper, models: Leaves, samples: Samples, log_h
         theta_i = method.network.join([leaf.select(lead, 0) for leaf in models])
         frozen = method.network.log_probabilities(theta_i, samples.x)
     return mixture(log_h.select(lead, 1), frozen, hyper.beta)
+
+
+def _mixed_alone(hyper: Hyper, samples: Samples, log_h: Tensor) -> Tensor:
+    """log h(theta_p) where theta_lc alone is trained, [..., 1, samples, classes]."""
+    assert samples.partner is not None
+    lead = hyper.eta.dim()
+    return mixture(log_h.squeeze(lead), samples.partner, hyper.beta).unsqueeze(lead)
 
 
 @remembered
@@ -185,7 +211,9 @@ def finish(
     """theta_lc^{r+1} is kept; theta_i^{r+1} - theta^r and the step count are sent."""
     lead, join = hyper.eta.dim(), method.network.join
     if method.parts.personal:
-        device = device._replace(theta_lc=join([leaf.select(lead, 1) for leaf in local.models]))
+        device = device._replace(theta_lc=join([leaf.select(lead, -1) for leaf in local.models]))
+    if method.trains_localized_alone:
+        return device, Upload(local.costs.new_zeros(*hyper.eta.shape, 0), steps)
     theta_i = join([leaf.select(lead, 0) for leaf in local.models])
     return device, Upload(theta_i - broadcast.theta, steps)
 
@@ -229,6 +257,8 @@ def contribution(method: Method, hyper: Hyper, upload: Upload, weight: Tensor) -
 
 def apply(method: Method, server: Server, total: Sum, devices: int) -> Server:
     """theta^{r+1} and c^{r+1} from the round's counted uploads."""
+    if method.parts.alone:
+        return server
     theta = server_theta(server.theta, total.update, server_step(method, total), devices, total.counted)
     return Server(theta, server_c(server.c, total) if method.parts.control_variates else server.c)
 
@@ -258,8 +288,10 @@ def server_c(c: Tensor, total: Sum) -> Tensor:
 
 
 def predict(method: Method, hyper: Hyper, log_h: Tensor, log_h_lc: Tensor | None) -> Tensor:
-    """h(theta_p; x) = beta h(theta_lc; x) + (1 - beta) h(theta; x), or h(theta; x) without a personal model."""
-    return log_h if log_h_lc is None or not method.parts.personal else mixture(log_h_lc, log_h, hyper.beta)
+    """h(theta_p; x) = beta h(theta_lc; x) + (1 - beta) h(theta; x), or the one model that there is."""
+    if log_h_lc is None or not method.parts.personal:
+        return log_h
+    return log_h_lc if method.parts.alone else mixture(log_h_lc, log_h, hyper.beta)
 
 
 def _in_slots(theta: Tensor, hyper: Hyper) -> Tensor:

@@ -1,18 +1,30 @@
-"""Devices and their samples: labelled, unlabelled and test."""
+"""Devices and their samples: labelled, unlabelled, test and validation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcpsl.data.roles import LABELLED, ROLES, TEST, UNLABELLED, Shares, draw_roles
+from fedcpsl.data.scaling import ROWS_AT_ONCE, Scaling, fit_scaling
 from fedcpsl.errors import InputError
-from fedcpsl.schedule import Sizes, stream
+from fedcpsl.schedule import Sizes
 
-LABELLED, UNLABELLED, TEST = 0, 1, 2
+
+class Source(NamedTuple):
+    """Samples as they were read, before anybody decided what each is for."""
+
+    x: NDArray[Any]  # [samples, ...]
+    y: NDArray[np.int64]  # -1 where unknown
+    class_names: tuple[str, ...]
+    device: NDArray[np.int64] | None = None  # 0 ... devices-1, -1 where nobody holds it; None where it has no devices
+    names: tuple[str, ...] = ()  # of the devices
+    test: NDArray[np.bool_] | None = None
+    scaling: Scaling | None = None  # published with the data; None: to be computed from the training samples
 
 
 @dataclass(frozen=True)
@@ -20,15 +32,17 @@ class Federation:
     """Samples, the device that holds each, and the role each plays there.
 
     `y` is the true class where it is known, also of unlabelled samples (then it serves to score pseudo-labels and
-    nothing else), and -1 where it is not.
+    nothing else), and -1 where it is not. A network is given x normalised by `scaling`; None leaves x as it is.
     """
 
     x: NDArray[Any]  # [samples, ...]
     y: NDArray[np.int64]
     device: NDArray[np.int64]  # 0 ... devices-1
-    role: NDArray[np.int8]  # LABELLED, UNLABELLED or TEST
+    role: NDArray[np.int8]  # LABELLED, UNLABELLED, TEST or VALIDATION
     classes: int
     names: tuple[str, ...]  # of the devices
+    scaling: Scaling | None = None
+    class_names: tuple[str, ...] = ()
 
     @staticmethod
     def from_arrays(
@@ -37,8 +51,11 @@ class Federation:
         device: Any,
         test: Any = None,
         *,
-        labelled: float = 1.0,
+        labelled: float | Sequence[float] = 1.0,
         test_fraction: float = 0.2,
+        validation_fraction: float = 0.0,
+        stratified: bool = False,
+        normalise: bool = True,
         seed: int = 0,
     ) -> "Federation":
         """A federation from arrays: `y` is -1 where unlabelled, `device` says who holds a sample.
@@ -46,17 +63,32 @@ class Federation:
         `test` marks each device's test samples; without it, `test_fraction` of a device's samples with known class
         are set aside. `labelled` < 1 hides some of the labels, as experiments do.
         """
-        x, y, device = np.asarray(x), np.asarray(y), np.asarray(device)
-        test = None if test is None else np.asarray(test)
-        _check_arrays(x, y, device, test)
-        names, owner = np.unique(device, return_inverse=True)
-        y = y.astype(np.int64)
-        role = draw_roles(y, owner, None if test is None else test.astype(bool), labelled, test_fraction, seed)
-        federation = Federation(
-            x, y, owner.astype(np.int64), role, int(y.max()) + 1, tuple(str(name) for name in names)
-        )
-        federation.check()
-        return federation
+        shares = Shares(labelled, "device", stratified, None, test_fraction, validation_fraction)
+        return federate(array_source(x, y, device, test), shares, normalise=normalise, seed=seed)
+
+    @staticmethod
+    def from_frame(
+        frame: Any,
+        *,
+        label: str,
+        device: str,
+        test: str = "",
+        labelled: float | Sequence[float] = 1.0,
+        test_fraction: float = 0.2,
+        validation_fraction: float = 0.0,
+        stratified: bool = False,
+        normalise: bool = True,
+        seed: int = 0,
+    ) -> "Federation":
+        """A federation from a pandas, polars or Arrow table: a row per sample, an empty label where unlabelled.
+
+        `label`, `device` and `test` name columns; all others are features.
+        """
+        from fedcpsl.data.tables import Columns, frame_source
+
+        shares = Shares(labelled, "device", stratified, None, test_fraction, validation_fraction)
+        source = frame_source(frame, Columns(label, device, test))
+        return federate(source, shares, normalise=normalise, seed=seed)
 
     @property
     def devices(self) -> int:
@@ -64,13 +96,14 @@ class Federation:
 
     @cached_property
     def order(self) -> NDArray[np.int64]:
-        """Samples sorted by device, then role: each device's labelled, unlabelled and test samples in one piece."""
+        """Samples sorted by device, then role: each device's samples of one role in one piece."""
         return np.lexsort((np.arange(len(self.y)), self.role, self.device))
 
     @cached_property
     def counts(self) -> NDArray[np.int64]:
-        """Samples by device and role, [devices, 3]."""
-        return np.bincount(self.device * 3 + self.role, minlength=3 * self.devices).reshape(-1, 3)
+        """Samples by device and role, [devices, 4]: labelled, unlabelled, test, validation."""
+        roles = len(ROLES)
+        return np.bincount(self.device * roles + self.role, minlength=roles * self.devices).reshape(-1, roles)
 
     @property
     def sizes(self) -> Sizes:
@@ -85,47 +118,91 @@ class Federation:
     @cached_property
     def digest(self) -> str:
         """A hash of the samples and the split: equal for equal data in equal hands."""
-        h = sha256()
-        for array in (self.x, self.y, self.device, self.role):
-            array = np.ascontiguousarray(array)
-            h.update(f"{array.dtype.str}{array.shape}".encode())
-            h.update(array.view(np.uint8).reshape(-1).data if array.size else b"")
-        return h.hexdigest()
+        return digest_of(self.x, self.y, self.device, self.role)
 
     def check(self) -> None:
         """Refuse what nothing can be learnt from."""
         if not (self.counts[:, LABELLED]).any():
             raise InputError("no device has a labelled training sample: give some y >= 0, or a smaller test share")
-        empty = [name for name, c in zip(self.names, self.counts, strict=True) if c[:2].sum() == 0]
+        empty = [name for name, c in zip(self.names, self.counts, strict=True) if c[:TEST].sum() == 0]
         if empty:
             raise InputError(f"device {empty[0]!r} has no training samples: give it some or leave it out")
 
 
-def draw_roles(
-    y: NDArray[np.int64],
-    device: NDArray[np.int64],
-    test: NDArray[np.bool_] | None,
-    labelled: float,
-    test_fraction: float,
-    seed: int,
-) -> NDArray[np.int8]:
-    """Each device's test set, then which of its remaining samples keep their labels."""
-    role = np.full(len(y), UNLABELLED, np.int8)
-    for i in range(int(device.max()) + 1):
-        own = np.flatnonzero(device == i)
-        order = stream(seed, "split", i + 1).permutation(own)
-        known = order[y[order] >= 0]
-        if test is None:
-            tested, known = np.split(known, [round(test_fraction * len(known))])
-        else:
-            tested, known = own[test[own]], known[~test[known]]
-        role[tested] = TEST
-        role[known[: _kept(labelled, len(known))]] = LABELLED
-    return role
+def federate(source: Source, shares: Shares, *, normalise: bool, seed: int) -> Federation:
+    """Decide what each device's samples are for, and how inputs are normalised."""
+    if source.device is None:
+        raise InputError("nobody holds the samples: name each sample's device")
+    if not isinstance(shares.labelled, float | int) and len(shares.labelled) != len(source.names):
+        raise InputError(
+            f"data.labelled has {len(shares.labelled)} values for {len(source.names)} devices; give one each, or one"
+        )
+    held = source.device >= 0
+    x, y, device, test = source.x, source.y, source.device, source.test
+    if not held.all():  # classes that no device holds; else spare a large copy
+        x, y, device, test = x[held], y[held], device[held], None if test is None else test[held]
+    return with_roles(source._replace(x=x), y, device, draw_roles(y, device, test, shares, seed), normalise=normalise)
 
 
-def _kept(fraction: float, count: int) -> int:
-    return min(count, max(1, round(fraction * count))) if fraction > 0 else 0
+def with_roles(
+    source: Source, y: NDArray[np.int64], device: NDArray[np.int64], role: NDArray[np.int8], *, normalise: bool
+) -> Federation:
+    """A federation whose split is decided; `source` gives the inputs and the names."""
+    scaling = source.scaling
+    if normalise and scaling is None:
+        training = np.flatnonzero(role <= UNLABELLED)
+        scaling = fit_scaling(source.x, training) if len(training) else None
+    federation = Federation(
+        source.x,
+        y,
+        device,
+        role,
+        len(source.class_names),
+        source.names,
+        scaling if normalise else None,
+        source.class_names,
+    )
+    federation.check()
+    return federation
+
+
+def array_source(x: Any, y: Any, device: Any, test: Any = None) -> Source:
+    """Arrays of samples, checked; `device` may be None where a partition will decide."""
+    x, y = np.asarray(x), np.asarray(y)
+    test = None if test is None else np.asarray(test)
+    given = np.zeros(len(y) if y.ndim else 0, int) if device is None else np.asarray(device)
+    _check_arrays(x, y, given, test)
+    y = y.astype(np.int64)
+    source = Source(
+        x,
+        y,
+        tuple(str(c) for c in range(int(y.max()) + 1)),
+        test=None if test is None else test.astype(bool),
+    )
+    if device is None:
+        return source
+    names, owner = np.unique(given, return_inverse=True)
+    return source._replace(device=owner.astype(np.int64), names=tuple(str(name) for name in names))
+
+
+def digest_of(*arrays: NDArray[Any]) -> str:
+    """A hash of arrays: their types, shapes and bytes."""
+    h = sha256()
+    for array in arrays:
+        array = np.ascontiguousarray(array)
+        h.update(f"{array.dtype.str}{array.shape}".encode())
+        h.update(array.view(np.uint8).reshape(-1).data if array.size else b"")
+    return h.hexdigest()
+
+
+def _check_finite(x: NDArray[Any]) -> None:
+    if x.dtype.kind != "f":
+        return
+    for first in range(0, len(x), ROWS_AT_ONCE):
+        wrong = ~np.isfinite(x[first : first + ROWS_AT_ONCE])
+        if wrong.any():
+            row, *rest = np.argwhere(wrong)[0].tolist()
+            raise InputError(f"x has a NaN or infinite value at {[first + row, *rest]}: remove or fill it")
 
 
 def _check_arrays(x: NDArray[Any], y: NDArray[Any], device: NDArray[Any], test: NDArray[Any] | None) -> None:
@@ -147,9 +224,7 @@ def _check_arrays(x: NDArray[Any], y: NDArray[Any], device: NDArray[Any], test: 
         raise InputError("the data is empty: x has no samples")
     if x.dtype.kind not in "fiub":
         raise InputError(f"x has dtype {x.dtype}: give numbers")
-    if x.dtype.kind == "f" and not np.isfinite(x).all():
-        where = np.argwhere(~np.isfinite(x))[0]
-        raise InputError(f"x has a NaN or infinite value at {where.tolist()}: remove or fill it")
+    _check_finite(x)
     if y.dtype.kind not in "iub" and not (y.dtype.kind == "f" and np.array_equal(y, np.floor(y))):
         raise InputError(f"y has dtype {y.dtype}: give class numbers 0, 1, ..., and -1 where unlabelled")
     if y.min() < -1:

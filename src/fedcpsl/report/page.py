@@ -37,8 +37,8 @@ def _page(
     settings = final["config"]
     sentence = (
         f"{final['algorithm']} on {final['dataset']}: {manifest['devices']} devices, {settings['work']['active']} of "
-        f"them active in each of {final['rounds']} rounds, {100 * settings['data']['labelled']:g} % of the training "
-        f"labels visible, seed {final['seed']}."
+        f"them active in each of {final['rounds']} rounds, {labels_seen(settings['data'])}, "
+        f"seed {final['seed']}."
     )
     cards = [
         ("personal accuracy", percent(final["personal"])),
@@ -50,23 +50,37 @@ def _page(
     ]
     facts = {k: v for k, v in manifest.items() if k not in ("command", "resumed")}
     rerun = "fedcpsl run config.toml"
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(final["algorithm"])} on {escape(final["dataset"])} · fedcpsl</title><style>{_STYLE}</style></head><body><main>
-<header><h1>{escape(final["algorithm"])} <span>on {escape(final["dataset"])}</span></h1><p>{escape(sentence)}</p></header>
+    body = f"""<header><h1>{escape(final["algorithm"])} <span>on {escape(final["dataset"])}</span></h1><p>{escape(sentence)}</p></header>
 <section class="cards">{"".join(_card(*card) for card in cards)}</section>
-<section><h2>Accuracy by round</h2><figure>{_inline(pictures["accuracy"])}<figcaption>Mean over devices, each on its own
+<section><h2>Accuracy by round</h2><figure>{inline_svg(pictures["accuracy"])}<figcaption>Mean over devices, each on its own
 test set; the band is one standard deviation over devices.</figcaption></figure></section>
-<section><h2>Accuracy per device</h2><figure>{_inline(pictures["devices"])}<figcaption>Bars: the device's personal
+<section><h2>Accuracy per device</h2><figure>{inline_svg(pictures["devices"])}<figcaption>Bars: the device's personal
 prediction. Dots: the global model on the same tests.</figcaption></figure></section>
 <section><h2>Models</h2>{_model_table(final)}</section>
 <section><h2>Devices</h2>{_device_table(devices)}</section>
 <section><h2>How to run it again</h2><p>Save the settings below as <code>config.toml</code>, then
 <code>{rerun}</code>.</p><details open><summary>config.toml</summary><pre>{escape(config)}</pre></details>
 <details><summary>made with</summary><table>{"".join(_row(k, v) for k, v in facts.items())}</table></details></section>
-<footer>fedcpsl {escape(manifest["fedcpsl"])}, started {escape(manifest["started"])}</footer>
+<footer>fedcpsl {escape(manifest["fedcpsl"])}, started {escape(manifest["started"])}</footer>"""
+    return html_page(f"{final['algorithm']} on {final['dataset']}", body)
+
+
+def html_page(title: str, body: str) -> str:
+    """A whole page, self-contained, light and dark."""
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)} · fedcpsl</title><style>{_STYLE}</style></head><body><main>
+{body}
 </main></body></html>
 """
+
+
+def labels_seen(data: Mapping[str, Any]) -> str:
+    """How many labels devices may see, in words."""
+    share = data["labelled"]
+    seen = f"{100 * min(share):g} to {100 * max(share):g} %" if isinstance(share, list) else f"{100 * share:g} %"
+    where = "" if data["labelled_devices"] == "all" else f" at {data['labelled_devices']} devices"
+    return f"{seen} of the training labels visible{where}"
 
 
 def _card(label: str, value: str) -> str:
@@ -95,7 +109,8 @@ def _device_table(devices: Sequence[Mapping[str, str]]) -> str:
     return f'<div class="wide"><table>{head}{"".join(rows)}</table></div>'
 
 
-def _inline(svg: str) -> str:
+def inline_svg(svg: str) -> str:
+    """A picture without its XML prologue, to stand in a page."""
     return svg[svg.index("<svg") :]
 
 

@@ -40,9 +40,10 @@ def accuracy_per_device(devices: Sequence[Mapping[str, str]]) -> str:
         width=0.75,
         label="personal",
     )
-    general = [100 * float(d["global"]) for d in rows]
+    general = [(i, 100 * float(d["global"])) for i, d in enumerate(rows) if d["global"]]
     look = {"marker": "o", "markersize": 6, "markeredgecolor": "white", "markeredgewidth": 1.2}
-    axes.plot(places, general, linestyle="", color=COLOURS["global"], label="global", **look)
+    if general:
+        axes.plot(*zip(*general, strict=True), linestyle="", color=COLOURS["global"], label="global", **look)
     every = max(1, len(rows) // 25)
     axes.set_xticks(list(places)[::every], [d["name"] for d in rows][::every])
     axes.set(xlabel="device, best first", ylabel="accuracy, %", ylim=(0, 104))
@@ -50,27 +51,131 @@ def accuracy_per_device(devices: Sequence[Mapping[str, str]]) -> str:
     return _svg(figure)
 
 
+def curves_of_cases(curves: Mapping[str, tuple[Sequence[int], Any]]) -> str:
+    """Personal accuracy by round of several cases, mean and 95 % interval over seeds, as SVG."""
+    import numpy as np
+
+    from fedcpsl.runs.comparison import interval
+
+    figure, axes = _axes(7.6, 4.2)
+    shades = _colours(len(curves))
+    for colour, (name, (rounds, values)) in zip(shades, curves.items(), strict=True):
+        mean = 100 * np.nanmean(values, 0)
+        axes.plot(rounds, mean, color=colour, label=name, linewidth=1.7)
+        if len(values) > 1:
+            spread = 100 * np.array([(interval(column) or {})["half_width"] for column in values.T.tolist()])
+            low, high = np.clip(mean - spread, 0, 100), np.clip(mean + spread, 0, 100)
+            axes.fill_between(rounds, low, high, color=colour, alpha=0.14, linewidth=0)
+    axes.set(xlabel="round", ylabel="personal accuracy, %", ylim=(0, 101))
+    if len(curves) <= 12:
+        axes.legend(frameon=False, labelcolor=GREY, loc="lower right", ncols=1 + (len(curves) > 6))
+    return _svg(figure)
+
+
+def heat_maps(summary: Mapping[str, Any]) -> str:
+    """Mean accuracy of a sweep over its settings: a row for one, a map for two, a map per rest for more; SVG."""
+    import numpy as np
+
+    cases = summary["cases"]
+    judged = "validation" if cases[0]["validation"] else "personal"
+    keys = list(cases[0]["settings"])
+    values = {key: list(dict.fromkeys(str(c["settings"][key]) for c in cases)) for key in keys}
+    x, y = keys[-1], keys[-2] if len(keys) > 1 else None
+    rest = keys[:-2]
+    panels: dict[str, Any] = {}
+    for case in cases:
+        chosen = {key: str(case["settings"][key]) for key in keys}
+        panel = ", ".join(f"{_short(key)} = {chosen[key]}" for key in rest)
+        empty = np.full((len(values[y]) if y else 1, len(values[x])), np.nan)
+        row = values[y].index(chosen[y]) if y else 0
+        panels.setdefault(panel, empty)[row, values[x].index(chosen[x])] = 100 * case[judged]["mean"]
+    shape = next(iter(panels.values())).shape
+    figure, grid = _figure(1.6 + 0.9 * shape[1] * len(panels), 1.6 + 0.55 * shape[0], len(panels))
+    low, high = np.nanmin(list(panels.values())), np.nanmax(list(panels.values()))
+    for axes, (panel, cells) in zip(grid, panels.items(), strict=True):
+        axes.imshow(cells, cmap="viridis", vmin=low, vmax=max(high, low + 1e-9), aspect="auto")
+        for (r, c), value in np.ndenumerate(cells):
+            dark = value < (low + high) / 2
+            axes.text(c, r, f"{value:.1f}", ha="center", va="center", color="white" if dark else "black", fontsize=9)
+        axes.set_xticks(range(shape[1]), values[x])
+        axes.set_yticks(range(shape[0]), values[y] if y else [""])
+        axes.set(xlabel=_short(x), ylabel=_short(y) if y else "", title=panel)
+        axes.title.set_color(GREY)
+        axes.grid(False)
+    return _svg(figure)
+
+
+def split_picture(federation: Any) -> str:
+    """Devices by classes: how many samples each device sees labelled and unlabelled, as SVG."""
+    from fedcpsl.data.roles import LABELLED, UNLABELLED
+
+    classes = federation.class_names or tuple(map(str, range(federation.classes)))
+    rows, columns = federation.devices, federation.classes
+    figure, grid = _figure(2.2 + 2 * min(0.42 * columns, 7), 1.4 + min(0.24 * rows, 12), 2)
+    for axes, (name, role) in zip(grid, (("labelled", LABELLED), ("unlabelled", UNLABELLED)), strict=True):
+        counts = federation.class_counts(role)
+        image = axes.imshow(counts, cmap="Greens" if role == LABELLED else "Blues", aspect="auto", vmin=0)
+        figure.colorbar(image, ax=axes, shrink=0.8).ax.tick_params(colors=GREY)
+        every = max(1, rows // 40)
+        axes.set_yticks(range(0, rows, every), federation.names[::every])
+        tilt = 90 if max(map(len, classes)) > 2 else 0
+        axes.set_xticks(range(columns), classes, rotation=tilt)
+        axes.set(title=f"{name} samples", xlabel="class", ylabel="device" if role == LABELLED else "")
+        axes.title.set_color(GREY)
+        axes.grid(False)
+    return _svg(figure)
+
+
+def _short(key: str) -> str:
+    return key.partition(".")[2] or key
+
+
+def _colours(count: int) -> list[Any]:
+    import matplotlib
+
+    fixed = [
+        "#2f9e6e",
+        "#3b7dd8",
+        "#d9822b",
+        "#b0457b",
+        "#6b5fc7",
+        "#8a8f98",
+        "#c0392b",
+        "#16a2a8",
+        "#7f8c1d",
+        "#5d4037",
+    ]
+    return fixed[:count] if count <= len(fixed) else [matplotlib.colormaps["viridis"](i / count) for i in range(count)]
+
+
 def _known(metrics: Metrics, model: str) -> bool:
     return bool(metrics[model]) and metrics[model]["mean"] is not None
 
 
 def _axes(width: float, height: float) -> tuple[Any, Any]:
+    figure, (axes,) = _figure(width, height, 1)
+    return figure, axes
+
+
+def _figure(width: float, height: float, panels: int) -> tuple[Any, Sequence[Any]]:
+    """A figure whose background is the page's, with panels side by side."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="none")
-    axes = figure.subplots()
-    axes.set_facecolor("none")
-    axes.grid(color=GREY, alpha=0.25, linewidth=0.6)
-    axes.tick_params(colors=GREY)
-    axes.xaxis.label.set_color(GREY)
-    axes.yaxis.label.set_color(GREY)
-    for side, line in axes.spines.items():
-        line.set_visible(side in ("left", "bottom"))
-        line.set_color(GREY)
-    return figure, axes
+    grid = figure.subplots(1, panels, squeeze=False)[0]
+    for axes in grid:
+        axes.set_facecolor("none")
+        axes.grid(color=GREY, alpha=0.25, linewidth=0.6)
+        axes.tick_params(colors=GREY)
+        axes.xaxis.label.set_color(GREY)
+        axes.yaxis.label.set_color(GREY)
+        for side, line in axes.spines.items():
+            line.set_visible(side in ("left", "bottom"))
+            line.set_color(GREY)
+    return figure, grid
 
 
 def _svg(figure: Any) -> str:

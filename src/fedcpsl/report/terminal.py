@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -16,12 +15,10 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from fedcpsl.data.federation import LABELLED, TEST, UNLABELLED, Federation
 from fedcpsl.runs.experiment import Experiment, Watch
 from fedcpsl.schedule import draw_active, draw_steps
 
 MODELS = ("personal", "global", "localized")
-MOST_DEVICES = 30
 
 
 @contextmanager
@@ -76,7 +73,9 @@ def results_table(metrics: dict[str, Any]) -> Table:
 
 
 def _caption(metrics: dict[str, Any]) -> str:
-    facts = [f"global model on all tests {percent(metrics, 'union')}"]
+    facts = [] if metrics["union"] is None else [f"global model on all tests {percent(metrics, 'union')}"]
+    if metrics.get("validation"):
+        facts.append(f"personal model on validation samples {percent(metrics['validation'])}")
     if metrics["pseudo_label_accuracy"] is not None:
         facts.append(f"pseudo-labels right {percent(metrics, 'pseudo_label_accuracy')}")
     facts.append(f"uplink {size(metrics['uplink_bytes'])}, downlink {size(metrics['downlink_bytes'])}")
@@ -85,31 +84,18 @@ def _caption(metrics: dict[str, Any]) -> str:
     return "\n".join(facts)
 
 
-def split_table(federation: Federation) -> Table:
-    """Who holds what: labelled, unlabelled and test samples, and the classes."""
-    table = Table(title=f"{federation.devices} devices, {federation.classes} classes", title_justify="left")
-    table.add_column("device")
-    for column in ("labelled", "unlabelled", "test"):
-        table.add_column(column, justify="right")
-    table.add_column("classes (known samples)")
-    per_class = np.sum([federation.class_counts(role) for role in (LABELLED, UNLABELLED, TEST)], 0)
-    for i, name in enumerate(federation.names[:MOST_DEVICES]):
-        held = [f"{c}: {n}" for c, n in enumerate(per_class[i]) if n]
-        table.add_row(name, *(str(n) for n in federation.counts[i]), ", ".join(held))
-    if federation.devices > MOST_DEVICES:
-        table.add_row("...", *("",) * 4)
-    table.add_section()
-    table.add_row("all", *(str(n) for n in federation.counts.sum(0)), "")
-    return table
-
-
 def planned_steps(experiment: Experiment) -> tuple[int, int]:
     """The local steps of the whole run, and the most of one device in one round."""
     setup = experiment.setup
+
+    def devices(r: int) -> list[int]:
+        roster = setup.roster(r).tolist()
+        return draw_active(setup.seed, r, roster, setup.work.active) if r < setup.rounds else roster
+
     steps = [
         draw_steps(setup.seed, r, device, setup.sizes, setup.work, setup.method.parts.unlabelled)
-        for r in range(setup.rounds)
-        for device in draw_active(setup.seed, r, setup.roster(r).tolist(), setup.work.active)
+        for r in range(setup.total_rounds)
+        for device in devices(r)
     ]
     return sum(steps), max(steps)
 

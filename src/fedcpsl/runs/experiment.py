@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 
 from fedcpsl.config import Config, Data
-from fedcpsl.data.federation import Federation
-from fedcpsl.data.sources import data_folder, load_federation, resolve
+from fedcpsl.data.federation import Federation, Source
+from fedcpsl.data.scaling import Scaling
+from fedcpsl.data.sources import data_folders, load_federation, load_source, resolve
 from fedcpsl.errors import InputError
 from fedcpsl.evaluation import Evaluation, evaluate
-from fedcpsl.models import make_model
+from fedcpsl.models import choose_model, make_model
 from fedcpsl.runs import folder as files
 from fedcpsl.runs.checkpoint import checkpoints, load_checkpoint, save_checkpoint, save_tensors
 from fedcpsl.runs.files import write_whole
@@ -26,6 +27,7 @@ from fedcpsl.runs.manifest import environment, make_manifest, now
 from fedcpsl.schedule import stream
 from fedcpsl.simulation import Setup, State, prepare, simulate
 from fedcpsl.simulation.setup import choose_eta, choose_eta_lc
+from fedcpsl.theory import gap
 
 
 class Experiment(NamedTuple):
@@ -47,17 +49,27 @@ class Outcome(NamedTuple):
 Watch = Callable[[int, dict[str, Any] | None], None]  # told the round, and its metrics where evaluated
 
 
-def build(config: Config) -> Experiment:
-    """Load the data, make the model and decide every `auto`; nothing is written."""
+def load_data(data: Data) -> Source:
+    """The samples that a config's runs share."""
+    return load_source(_absolute(resolve(data)))
+
+
+def build(config: Config, source: Source | None = None) -> Experiment:
+    """Load the data (unless given), make the model and decide every `auto`; nothing is written."""
     config = replace(config, data=_absolute(resolve(config.data)))
-    federation = load_federation(config.data, config.run.seed)
+    federation = load_federation(config.data, config.run.seed, source)
     eta = choose_eta(config.algorithm.eta, config.data.dataset, config.work.unit)
     config = replace(config, algorithm=replace(config.algorithm, eta=eta))
     torch.manual_seed(int(stream(config.run.seed, "init").integers(2**63)))
-    model = make_model(config.model.name, config.model.hidden, federation.x.shape[1:], federation.classes)
+    shape = federation.x.shape[1:]
+    name = choose_model(config.model.name, shape, config.data.dataset)
+    config = replace(config, model=replace(config.model, name=name))
+    model = make_model(name, config.model.hidden, shape, federation.classes)
     setup = prepare(federation, model, config.algorithm, config.work, config.run)
-    parts = setup.method.parts._asdict()
-    parts.pop("everyone")
+    switches = ("unlabelled", "personal", "control_variates", "momentum", "normalised")
+    parts = {name: getattr(setup.kept_method.parts, name) for name in switches}
+    if config.run.gaps and setup.method.parts.alone:
+        raise InputError(f"run.gaps = true: {config.algorithm.name} has no server whose gap to measure; give false")
     algorithm = replace(config.algorithm, eta_lc=choose_eta_lc(config.algorithm, eta), **parts)
     run = replace(config.run, executor=setup.executor, processes=setup.processes, device=str(setup.shelf.x.device))
     work = replace(config.work, active=setup.work.active)
@@ -95,11 +107,12 @@ def _run(experiment: Experiment, folder: Path, from_state: State | None, watch: 
     state, evaluation = from_state, None
     with _stop_requests() as stop_requested:
         for state in simulate(setup, from_state):
-            last = state.round == setup.rounds
+            last = state.round == setup.total_rounds
             metrics = None
             if state.round % config.run.evaluate_every == 0 or last:
                 evaluation = evaluate(state, evaluation.predictions if evaluation else None)
-                metrics = evaluation.metrics(state) | {"seconds": spent + time.monotonic() - began}
+                metrics = evaluation.metrics(state) | {"gaps": gap(state)._asdict() if config.run.gaps else None}
+                metrics["seconds"] = spent + time.monotonic() - began
                 files.append_metrics(folder, metrics)
             watch(state.round, metrics)
             stopping = stop_requested()
@@ -109,18 +122,21 @@ def _run(experiment: Experiment, folder: Path, from_state: State | None, watch: 
             if stopping and not last:
                 return Outcome(folder, state.round, finished=False)
     assert state is not None
-    _write_results(folder, state, evaluation or evaluate(state))
+    _write_results(folder, state, evaluation or evaluate(state), experiment.federation.scaling)
     return Outcome(folder, state.round, finished=True)
 
 
-def _write_results(folder: Path, state: State, evaluation: Evaluation) -> None:
+def _write_results(folder: Path, state: State, evaluation: Evaluation, scaling: Scaling | None) -> None:
     """Final models and the table of devices."""
     network = state.setup.method.network
-    models = {f"global/{name}": t for name, t in network.named(state.server.theta).items()}
-    if state.setup.method.parts.personal:
+    alone = state.setup.method.parts.alone
+    models = {} if alone else {f"global/{name}": t for name, t in network.named(state.server.theta).items()}
+    if state.setup.kept_method.parts.personal:
         for i, theta_lc in enumerate(state.devices.theta_lc):
             models |= {f"device{i}/localized/{name}": t for name, t in network.named(theta_lc).items()}
         models["beta"] = state.setup.hyper.beta
+    if scaling:
+        models |= {"input/shift": torch.from_numpy(scaling.shift), "input/scale": torch.from_numpy(scaling.scale)}
     save_tensors(folder / "models.safetensors", models, {"round": state.round, "devices": state.setup.devices})
     write_whole(folder / "devices.csv", _device_table(state, evaluation))
 
@@ -131,17 +147,19 @@ def _device_table(state: State, evaluation: Evaluation) -> str:
     table = csv.writer(text, lineterminator="\n")
     table.writerow(["device", "name", "labelled", "unlabelled", "active_rounds", "personal", "global", "localized"])
     for i, name in enumerate(setup.names):
-        localized = evaluation.localized.devices if evaluation.localized else {}
-        accuracies = [a.get(i, "") for a in (evaluation.personal.devices, evaluation.general.devices, localized)]
+        shown = (evaluation.personal, evaluation.general, evaluation.localized)
+        accuracies = [a.devices.get(i, "") if a else "" for a in shown]
         sizes = (setup.sizes.labelled[i], setup.sizes.unlabelled[i])
         table.writerow([i, name, *sizes, state.active_rounds[i], *accuracies])
     return text.getvalue()
 
 
 def _absolute(data: Data) -> Data:
+    split = str(Path(data.split).absolute()) if data.split else ""
     if data.file:
-        return replace(data, file=str(Path(data.file).absolute()))
-    return replace(data, dir=str(data_folder(data.dir).absolute())) if data.dataset != "digits" else data
+        return replace(data, file=str(Path(data.file).absolute()), split=split)
+    folders = [] if data.dataset == "digits" else data_folders(data.dir)
+    return replace(data, dir=str(folders[0].absolute()) if folders else "", split=split)
 
 
 @contextmanager

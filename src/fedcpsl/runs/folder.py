@@ -16,10 +16,10 @@ from fedcpsl.runs.files import append_line, to_json, write_whole
 Metrics = dict[str, Any]
 
 
-def default_folder(config: Config) -> Path:
-    """runs/<time>-<algorithm>-<dataset>, with a number behind it where that exists."""
+def default_folder(config: Config, what: str = "") -> Path:
+    """runs/<time>-<what, or the algorithm>-<dataset>, with a number behind it where that exists."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    first = Path("runs") / f"{stamp}-{config.algorithm.name}-{config.data.dataset}"
+    first = Path("runs") / f"{stamp}-{what or config.algorithm.name}-{config.data.dataset}"
     names = [first, *(first.with_name(f"{first.name}-{k}") for k in range(2, 1000))]
     return next(name for name in names if not name.exists())
 

@@ -32,6 +32,8 @@ class Feed(NamedTuple):
     labelled: Tensor  # [slots, batch]: the weights of Samples
     unlabelled: Tensor
     keys: Tensor | None
+    partner: Tensor | None = None  # [rows, classes]: log h(theta; x) of the group's samples, theta fixed
+    partner_rows: Tensor | None = None  # [steps, slots, batch]: where a sample's row is there
 
 
 LocalRounds = Callable[[Setup, Sequence[DeviceRound], Device, Tensor, Broadcast], Iterator[Finished]]
@@ -40,10 +42,11 @@ LocalRounds = Callable[[Setup, Sequence[DeviceRound], Device, Tensor, Broadcast]
 def local_rounds(
     setup: Setup, plan: Sequence[DeviceRound], devices: Device, targets: Tensor, broadcast: Broadcast
 ) -> Iterator[Finished]:
-    """New pseudo-labels for every planned device, then its local steps, group by group, in device order."""
+    """New pseudo-labels for the planned devices, then their local steps, group by group, in device order."""
     if setup.method.parts.unlabelled:
         for task in plan:
-            _relabel(setup, task.device, devices, targets, broadcast)
+            if task.relabels and not task.warming:
+                _relabel(setup, task.device, devices, targets, broadcast)
     size = setup.slots or 1
     for first in range(0, len(plan), size):
         group = plan[first : first + size]
@@ -65,10 +68,10 @@ def _one(
     setup: Setup, group: Sequence[DeviceRound], devices: Device, targets: Tensor, broadcast: Broadcast
 ) -> Finished:
     (task,) = group
-    algorithm, method = setup.algorithm, setup.method
-    hyper: Hyper = map_tensors(lambda t: t[task.device], setup.hyper)
+    algorithm, method = setup.algorithm, setup.method_of(task)
+    hyper: Hyper = map_tensors(lambda t: t[0], hyper_of(setup, group))
     device: Device = map_tensors(lambda t: t[task.device].clone(), devices)
-    feed = _of_slots(_feed(setup, group), 0)
+    feed = _of_slots(_feed(setup, group, broadcast), 0)
     local = algorithm.begin(method, hyper, broadcast, device)
     for t in range(task.steps):
         local = algorithm.step(method, hyper, local, _samples(setup, targets, feed, t))
@@ -87,12 +90,12 @@ def _side_by_side(
     setup: Setup, group: Sequence[DeviceRound], devices: Device, targets: Tensor, broadcast: Broadcast
 ) -> Finished:
     """All slots at once, longest first: those that are done drop off the end, so no step is wasted."""
-    algorithm, method = setup.algorithm, setup.method
+    algorithm, method = setup.algorithm, setup.method_of(group[0])
     longest_first = sorted(group, key=lambda task: -task.steps)
     index = torch.tensor([task.device for task in longest_first], device=targets.device)
-    hyper: Hyper = map_tensors(lambda t: t[index], setup.hyper)
+    hyper = hyper_of(setup, longest_first)
     device: Device = map_tensors(lambda t: t[index], devices)
-    feed = _feed(setup, longest_first)
+    feed = _feed(setup, longest_first, broadcast)
     local = algorithm.begin(method, hyper, broadcast, device)
     done: list[Local] = []
     for steps, slots in _stretches([task.steps for task in longest_first]):
@@ -123,7 +126,17 @@ def _stretches(steps: Sequence[int]) -> Iterator[tuple[range, int]]:
             begun = steps[slots - 1]
 
 
-def _feed(setup: Setup, group: Sequence[DeviceRound]) -> Feed:
+def hyper_of(setup: Setup, group: Sequence[DeviceRound]) -> Hyper:
+    """The numbers of some devices, one of each per slot; a device that warms up has no unlabelled terms."""
+    index = torch.tensor([task.device for task in group], device=setup.hyper.eta.device)
+    hyper: Hyper = map_tensors(lambda t: t[index], setup.hyper)
+    if any(task.warming for task in group):
+        used = torch.tensor([not task.warming for task in group]).to(hyper.eta)
+        hyper = hyper._replace(alpha_p=hyper.alpha_p * used, alpha_r=hyper.alpha_r * used)
+    return hyper
+
+
+def _feed(setup: Setup, group: Sequence[DeviceRound], broadcast: Broadcast) -> Feed:
     shelf, work = setup.shelf, setup.work
     widths = (work.batch_labelled, work.batch_unlabelled if setup.method.parts.unlabelled else 0)
     longest = max(task.steps for task in group)
@@ -146,12 +159,35 @@ def _feed(setup: Setup, group: Sequence[DeviceRound]) -> Feed:
         return torch.from_numpy(array).to(shelf.x.device)
 
     weights = weights.astype(np.float64 if shelf.x.dtype == torch.float64 else np.float32)
+    partner = _partner(setup, group, broadcast) if group[0].personal else None
+    within = rows - (shelf.start[[task.device for task in group]] - _first_rows(setup, group))[:, None]
     return Feed(
         on_device(rows),
         on_device(weights[0]),
         on_device(weights[1]),
         None if keys is None else on_device(keys),
+        partner,
+        None if partner is None else on_device(within.clip(min=0)),
     )
+
+
+def _first_rows(setup: Setup, group: Sequence[DeviceRound]) -> NDArray[np.int64]:
+    """Where each device's samples begin if those of the group are put one after another."""
+    counts = [setup.shelf.start[task.device + 1] - setup.shelf.start[task.device] for task in group]
+    return np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64)
+
+
+def _partner(setup: Setup, group: Sequence[DeviceRound], broadcast: Broadcast) -> Tensor:
+    """log h(theta; x) of all samples of the group's devices, in evaluation mode."""
+    predict = setup.method.network.log_probabilities
+    with torch.no_grad():
+        return torch.cat(
+            [
+                predict(broadcast.theta, some)
+                for task in group
+                for some in setup.shelf.x[setup.shelf.all_rows(task.device)].split(ROWS_AT_ONCE)
+            ]
+        )
 
 
 def _of_slots(feed: Feed, slots: int | slice) -> Feed:
@@ -160,6 +196,8 @@ def _of_slots(feed: Feed, slots: int | slice) -> Feed:
         feed.labelled[slots],
         feed.unlabelled[slots],
         None if feed.keys is None else feed.keys[:, slots],
+        feed.partner,
+        None if feed.partner_rows is None else feed.partner_rows[:, slots],
     )
 
 
@@ -172,4 +210,5 @@ def _samples(setup: Setup, targets: Tensor, feed: Feed, t: int) -> Samples:
         labelled=feed.labelled,
         unlabelled=feed.unlabelled,
         keys=None if feed.keys is None else feed.keys[t],
+        partner=None if feed.partner is None or feed.partner_rows is None else feed.partner[feed.partner_rows[t]],
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedcpsl.algorithm import Broadcast, Device, Hyper, Server, Sum, map_tensors
 from fedcpsl.errors import RunError
-from fedcpsl.schedule import DeviceRound, draw_round
+from fedcpsl.schedule import DeviceRound, draw_active, draw_tasks
 from fedcpsl.simulation.executors import Finished, LocalRounds, local_rounds
 from fedcpsl.simulation.setup import Setup
 from fedcpsl.simulation.workers import shared_rounds
@@ -56,29 +56,36 @@ def simulate(setup: Setup, start: State | None = None) -> Iterator[State]:
     broadcast = setup.algorithm.broadcast(state.server)
     with shared_rounds(setup, state.devices, state.targets, broadcast) as (devices, targets, run):
         state = state._replace(devices=devices, targets=targets)
-        while state.round < setup.rounds:
+        while state.round < setup.total_rounds:
             state = next_state(state, draw_plan(state), run)
             yield state
 
 
 def draw_plan(state: State) -> list[DeviceRound]:
     """The schedule of the state's next round."""
-    setup = state.setup
-    return draw_round(
+    setup, round = state.setup, state.round
+    roster = setup.roster(round).tolist()
+    everybody = round >= setup.rounds
+    active = roster if everybody else draw_active(setup.seed, round, roster, setup.work.active)
+    plan = draw_tasks(
         setup.seed,
-        state.round,
-        setup.roster(state.round).tolist(),
+        round,
+        active,
         setup.sizes,
         setup.work,
         unlabelled=setup.method.parts.unlabelled,
         dropout=setup.method.network.has_dropout,
     )
+    if everybody:
+        labels = setup.two_phase and round == setup.rounds  # nu is fixed, once every device has labelled at theta^R
+        return [task._replace(personal=True, relabels=labels, lost=False) for task in plan]
+    return [task._replace(warming=bool(state.active_rounds[task.device] < setup.warm_up)) for task in plan]
 
 
 def initial_state(setup: Setup) -> State:
     """Round 0: every device in the roster has been sent theta^0."""
     server = setup.algorithm.init_server(setup.method)
-    one = setup.algorithm.init_device(setup.method, setup.algorithm.broadcast(server))
+    one = setup.algorithm.init_device(setup.kept_method, setup.algorithm.broadcast(server))
     devices: Device = map_tensors(lambda t: t.expand(setup.devices, -1).clone(), one)
     return State(
         setup=setup,
@@ -88,7 +95,7 @@ def initial_state(setup: Setup) -> State:
         targets=setup.shelf.one_hot.clone(),
         active_rounds=np.zeros(setup.devices, np.int64),
         steps=0,
-        uplink_bytes=2 * COUNT_BYTES * len(setup.roster(0)),
+        uplink_bytes=0 if setup.method.parts.alone else 2 * COUNT_BYTES * len(setup.roster(0)),
         downlink_bytes=0,
         costs={},
         lost=0,
@@ -114,18 +121,28 @@ def next_state(state: State, plan: Sequence[DeviceRound], run: LocalRounds = loc
         total = totals[0] if len(totals) == 1 else Sum(*(sum(f[1:], f[0]) for f in zip(*totals, strict=True)))
         server = setup.algorithm.apply(setup.method, server, total, len(roster))
     active_rounds = state.active_rounds.copy()
-    active_rounds[[task.device for task in working]] += 1
-    message = setup.method.network.initial.numel() * setup.method.network.initial.element_size()
+    active_rounds[[task.device for task in working if not task.personal]] += 1
+    up, down = _traffic(setup, state.round, broadcast)
     return state._replace(
         round=state.round + 1,
         server=server,
         active_rounds=active_rounds,
         steps=state.steps + sum(task.steps for task in working),
-        uplink_bytes=state.uplink_bytes + len(working) * (message + COUNT_BYTES),
-        downlink_bytes=state.downlink_bytes + len(plan) * _broadcast_bytes(broadcast),
+        uplink_bytes=state.uplink_bytes + len(working) * up,
+        downlink_bytes=state.downlink_bytes + len(plan) * down,
         costs=costs,
-        lost=state.lost + sum(task.lost for task in working),
+        lost=state.lost + (0 if setup.method.parts.alone else sum(task.lost for task in working)),
     )
+
+
+def _traffic(setup: Setup, round: int, broadcast: Broadcast) -> tuple[int, int]:
+    """Bytes that one device sends and is sent in a round."""
+    if setup.method.parts.alone:
+        return 0, 0
+    theta = broadcast.theta.numel() * broadcast.theta.element_size()
+    if round >= setup.rounds:
+        return 0, theta if round == setup.rounds else 0  # the last theta, once
+    return theta + COUNT_BYTES, _broadcast_bytes(broadcast)
 
 
 def _admit_joiners(state: State) -> State:
@@ -136,7 +153,7 @@ def _admit_joiners(state: State) -> State:
     before, after = setup.roster(state.round - 1), setup.roster(state.round)
     server = setup.algorithm.admit(setup.method, state.server, setup.samples_in(before), setup.samples_in(after))
     broadcast = setup.algorithm.broadcast(server)
-    one = setup.algorithm.init_device(setup.method, broadcast)
+    one = setup.algorithm.init_device(setup.kept_method, broadcast)
     for kept, fresh in zip(state.devices, one, strict=True):
         kept[torch.from_numpy(joiners).to(kept.device)] = fresh
     return state._replace(
@@ -148,15 +165,18 @@ def _admit_joiners(state: State) -> State:
 
 def _keep(state: State, finished: Finished, broadcast: Broadcast, samples: int) -> Sum | None:
     """Store what the devices keep; sum what the server counts, and let those devices know."""
-    setup, algorithm, method = state.setup, state.setup.algorithm, state.setup.method
+    setup, algorithm = state.setup, state.setup.algorithm
+    method = setup.method_of(finished.group[0])
     everyone = [task.device for task in finished.group]
     _put(state.devices, everyone, finished.device)
+    if method.trains_localized_alone:
+        return None
     arrived = [slot for slot, task in enumerate(finished.group) if not task.lost]
     if not arrived:
         return None
     slots = torch.tensor(arrived, device=state.targets.device)
     counted = [everyone[slot] for slot in arrived]
-    hyper = map_tensors(lambda t: t[torch.tensor(counted, device=t.device)], setup.hyper)
+    hyper: Hyper = map_tensors(lambda t: t[torch.tensor(counted, device=t.device)], setup.hyper)
     device, upload = (map_tensors(lambda t: t[slots], group) for group in (finished.device, finished.upload))
     _put(state.devices, counted, algorithm.commit(method, hyper, broadcast, device, upload))
     sizes = setup.sizes.labelled[counted] + setup.sizes.unlabelled[counted]

@@ -1,7 +1,7 @@
 """From a federation, a model and settings to everything that stays fixed during a run."""
 
 import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,36 +12,11 @@ from fedcpsl import config as settings
 from fedcpsl import schedule
 from fedcpsl.algorithm import Algorithm, Hyper, Method, Parts
 from fedcpsl.algorithms import find_algorithm
-from fedcpsl.data.federation import TEST, UNLABELLED, Federation
+from fedcpsl.data.federation import Federation
 from fedcpsl.errors import InputError
 from fedcpsl.network import Network
 from fedcpsl.problem import Costs
-
-
-class Shelf(NamedTuple):
-    """All samples on the compute device, each device's in one piece.
-
-    Training rows lie device by device, labelled before unlabelled; `start` [devices + 1] and `labelled` [devices]
-    say where. `truth` is the class of every training row, -1 where nobody knows.
-    """
-
-    x: Tensor
-    one_hot: Tensor  # [rows, classes]: labels; uniform where unlabelled
-    truth: Tensor
-    start: NDArray[np.int64]
-    labelled: NDArray[np.int64]
-    test_x: Tensor
-    test_y: Tensor
-    test_start: NDArray[np.int64]
-
-    def unlabelled_rows(self, device: int) -> slice:
-        return slice(int(self.start[device] + self.labelled[device]), int(self.start[device + 1]))
-
-    def all_rows(self, device: int) -> slice:
-        return slice(int(self.start[device]), int(self.start[device + 1]))
-
-    def test_rows(self, device: int) -> slice:
-        return slice(int(self.test_start[device]), int(self.test_start[device + 1]))
+from fedcpsl.simulation.shelf import Shelf, shelve
 
 
 class Setup(NamedTuple):
@@ -49,9 +24,13 @@ class Setup(NamedTuple):
 
     algorithm: Algorithm
     method: Method
+    personal_method: Method  # of the personal rounds
     hyper: Hyper  # one of each per device, [devices]
     work: schedule.Work
-    rounds: int
+    rounds: int  # in which the server takes part
+    personal_rounds: int  # after those
+    two_phase: bool
+    warm_up: int
     joins: NDArray[np.int64]  # the round from which a device is in the roster
     sizes: schedule.Sizes
     shelf: Shelf
@@ -67,6 +46,22 @@ class Setup(NamedTuple):
     @property
     def executor(self) -> str:
         return "vectorised" if self.slots else "sequential"
+
+    @property
+    def total_rounds(self) -> int:
+        return self.rounds + self.personal_rounds
+
+    @property
+    def kept_method(self) -> Method:
+        """The method that says what a device keeps: with a personal model if it ever has one."""
+        return self.personal_method if self.personal_rounds else self.method
+
+    def method_after(self, round: int) -> Method:
+        """The method that devices predict with after so many rounds."""
+        return self.personal_method if round > self.rounds else self.method
+
+    def method_of(self, task: schedule.DeviceRound) -> Method:
+        return self.personal_method if task.personal else self.method
 
     def roster(self, round: int) -> NDArray[np.int64]:
         """The devices that have joined before a round."""
@@ -92,19 +87,24 @@ def prepare(
     parts = choose_parts(parts, algorithm)
     device = choose_device(run.device)
     dtype = choose_dtype(run.dtype, device)
-    shelf = _shelve(federation, device, dtype)
+    shelf = shelve(federation, device, dtype)
     network = Network(model, shelf.x, federation.classes)
     network.batched = choose_executor(run.executor, network, device) == "vectorised"
     joins = _joins(work, federation.devices)
     active = choose_active(work.active, parts, federation.devices - work.joiners)
+    _check_modes(algorithm, work, parts)
     costs = costs or Costs()
     if algorithm.pseudo_labels == "closed_form" and parts.unlabelled and not costs.closed_form:
         raise InputError(
             'algorithm.pseudo_labels = "closed_form": belongs to the default loss and regulariser; give "gradient"'
         )
+    kept = parts._replace(personal=parts.personal or work.two_phase)
+    rounds_parts = kept._replace(personal=kept.personal and not work.two_phase)
+    method = Method(network, rounds_parts, costs, algorithm.pseudo_labels, algorithm.eta_g, algorithm.labels_from)
     return Setup(
         algorithm=implementation,
-        method=Method(network, parts, costs, algorithm.pseudo_labels, algorithm.eta_g),
+        method=method,
+        personal_method=method._replace(parts=kept, personal_round=True),
         hyper=_hyper(algorithm, parts, federation.devices, device, dtype),
         work=schedule.Work(
             active=active,
@@ -114,8 +114,12 @@ def prepare(
             batch_labelled=work.batch_labelled,
             batch_unlabelled=work.batch_unlabelled,
             loss_rate=work.loss_rate,
+            matched=work.matched_steps or parts.alone,
         ),
         rounds=work.rounds,
+        personal_rounds=work.personal_rounds,
+        two_phase=work.two_phase,
+        warm_up=algorithm.warm_up,
         joins=joins,
         sizes=federation.sizes,
         shelf=shelf,
@@ -126,11 +130,29 @@ def prepare(
     )
 
 
+def _check_modes(algorithm: settings.Algorithm, work: settings.Work, parts: Parts) -> None:
+    """Refuse combinations of modes that mean nothing."""
+    if work.two_phase and not work.personal_rounds:
+        raise InputError("work.two_phase = true: its second phase is personal rounds; give work.personal_rounds too")
+    if work.personal_rounds and not (parts.personal or work.two_phase):
+        raise InputError(
+            f"work.personal_rounds = {work.personal_rounds}: {algorithm.name} has no personal model to train; give "
+            "work.two_phase = true, or algorithm.personal = true"
+        )
+    if parts.alone and (work.personal_rounds or work.two_phase):
+        raise InputError(f"work.personal_rounds: {algorithm.name} has no server: all its rounds are personal; give 0")
+    if algorithm.labels_from == "mixture" and parts.unlabelled and not (parts.personal or parts.alone):
+        raise InputError('algorithm.labels_from = "mixture": needs a personal model; give "global"')
+
+
 def choose_parts(parts: Parts, algorithm: settings.Algorithm) -> Parts:
     """The algorithm's own parts, less or plus what the settings switch."""
     names = ("unlabelled", "personal", "control_variates", "momentum", "normalised")
     switched = {name: getattr(algorithm, name) for name in names}
-    return parts._replace(**{k: v for k, v in switched.items() if v != settings.AUTO})
+    parts = parts._replace(**{k: v for k, v in switched.items() if v != settings.AUTO})
+    if parts.alone and (not parts.personal or parts.control_variates or parts.normalised):
+        raise InputError(f"algorithm.name = {algorithm.name!r}: has a personal model and no server; leave its parts")
+    return parts
 
 
 def choose_active(active: int | str, parts: Parts, devices: int) -> int:
@@ -190,6 +212,7 @@ def _hyper(
 ) -> Hyper:
     eta = choose_eta(algorithm.eta, "", "epochs")
     beta = algorithm.beta if isinstance(algorithm.beta, list) else [algorithm.beta] * devices
+    beta = [1.0] * devices if parts.alone else beta
     if len(beta) != devices:
         raise InputError(f"algorithm.beta has {len(beta)} values for {devices} devices; give one each, or one number")
 
@@ -211,15 +234,15 @@ def choose_eta(eta: float | str, dataset: str, unit: str) -> float:
     """The paper's step sizes for its data sets, 0.05 for others."""
     if eta != settings.AUTO:
         return float(eta)
-    paper = {"mnist": (0.005, 0.002)}
+    paper = {"mnist": (0.005, 0.002), "cifar10": (0.002, 0.001)}
     return paper.get(dataset, (0.05, 0.05))[unit == "hlu"]
 
 
 def choose_eta_lc(algorithm: settings.Algorithm, eta: float) -> float:
-    """2 eta for FedCPSL, eta for the others."""
+    """2 eta for FedCPSL and for devices on their own, eta for the others."""
     if algorithm.eta_lc != settings.AUTO:
         return float(algorithm.eta_lc)
-    return 2 * eta if algorithm.name == "fedcpsl" else eta
+    return 2 * eta if algorithm.name in ("fedcpsl", "local", "local-pseudo") else eta
 
 
 def _joins(work: settings.Work, devices: int) -> NDArray[np.int64]:
@@ -228,27 +251,3 @@ def _joins(work: settings.Work, devices: int) -> NDArray[np.int64]:
     joins = np.zeros(devices, np.int64)
     joins[devices - work.joiners :] = work.join_round
     return joins
-
-
-def _shelve(federation: Federation, device: torch.device, dtype: torch.dtype) -> Shelf:
-    order, counts = federation.order, federation.counts
-    is_test = federation.role[order] == TEST
-    train, test = order[~is_test], order[is_test]
-    truth = torch.from_numpy(federation.y[train]).to(device)
-    hidden = torch.from_numpy(federation.role[train] == UNLABELLED).to(device)
-    one_hot = torch.nn.functional.one_hot(truth.clamp_min(0), federation.classes).to(dtype)
-    one_hot[hidden] = 1 / federation.classes
-    return Shelf(
-        x=_tensor(federation.x[train], device, dtype),
-        one_hot=one_hot,
-        truth=truth,
-        start=np.concatenate([[0], counts[:, :TEST].sum(1).cumsum()]),
-        labelled=federation.sizes.labelled,
-        test_x=_tensor(federation.x[test], device, dtype),
-        test_y=torch.from_numpy(federation.y[test]).to(device),
-        test_start=np.concatenate([[0], counts[:, TEST].cumsum()]),
-    )
-
-
-def _tensor(array: NDArray[Any], device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device, dtype)

@@ -1,0 +1,79 @@
+"""The command line. Heavy imports happen inside the commands, so that help answers at once."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from fedcpsl import __version__
+from fedcpsl.cli import compare, data, run, show, sweep, verify
+from fedcpsl.errors import InputError, RunError, did_you_mean
+
+EPILOG = """
+examples:
+  fedcpsl run                                   FedCPSL on scikit-learn's digits: 20 devices, 10 % labels
+  fedcpsl run --algorithm apfl --seed 1         a baseline, another seed
+  fedcpsl run --dataset mnist --active 2        the paper's MNIST setting
+  fedcpsl run --data mine.csv --label kind --device-column phone
+  fedcpsl run --set work.unit=hlu --loss-rate .2   devices of unequal speed, uploads that get lost
+  fedcpsl run --dry-run                         what would be run: config, split, steps
+  fedcpsl run --resume runs/20260101-120000-fedcpsl-digits
+  fedcpsl data --partition dirichlet            who would hold what
+  fedcpsl compare --algorithms fedcpsl,apfl,local --seeds 5
+  fedcpsl sweep --grid alpha_p=.01,.03,.1 --grid beta=.5,.75
+  fedcpsl show runs/*                           past runs
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors in one line, exit code 2, with the nearest flag."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ").split()
+        if len(unknown) and message.startswith("unrecognized") and unknown[0].startswith("-"):
+            known = _flags(self)
+            message = f"{unknown[0]}: no such option; {did_you_mean(unknown[0].partition('=')[0], known)}"
+        raise InputError(message)
+
+
+def _flags(parser: argparse.ArgumentParser) -> list[str]:
+    """Every option of a parser and of its commands."""
+    commands = [a.choices.values() for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    own = [flag for action in parser._actions for flag in action.option_strings]
+    return own + [flag for parsers in commands for command in parsers for flag in _flags(command)]
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Parse, run, and turn errors into one line and an exit code: 2 for bad input, 1 for a run that failed."""
+    try:
+        parsed = parser().parse_args(arguments)
+        return int(parsed.command(parsed))
+    except InputError as error:
+        print(f"fedcpsl: {error}", file=sys.stderr)
+        return 2
+    except RunError as error:
+        print(f"fedcpsl: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("fedcpsl: stopped at once; the last checkpoint is intact", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+
+
+def parser() -> Parser:
+    """The commands and their options."""
+    top = Parser(
+        prog="fedcpsl",
+        description="Personalized semi-supervised federated learning: a personal model on every device, from few "
+        "labels and much unlabelled data, without moving the data.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    top.add_argument("--version", action="version", version=f"fedcpsl {__version__}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
+    for command in (run, data, compare, sweep, show, verify):
+        command.add(commands)
+    return top

@@ -1,0 +1,113 @@
+"""fedcpsl compare: algorithms side by side, over seeds."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedcpsl.cli.options import add_settings, config_of, given_settings
+from fedcpsl.errors import InputError
+
+if TYPE_CHECKING:
+    from fedcpsl.runs.comparison import Plan
+
+ALGORITHMS = "fedcpsl,apfsl,apfl,fedshvrp,fedshvr,local"
+
+
+def add(commands: Any) -> None:
+    compare = commands.add_parser(
+        "compare",
+        help="algorithms side by side, over seeds",
+        description="Run several algorithms with several seeds. Runs of one seed share the split, the active devices "
+        "and the minibatches, so differences are paired.",
+        allow_abbrev=False,
+    )
+    compare.add_argument(
+        "--algorithms",
+        metavar="A,B,...",
+        help=f"what to compare; the first is what others are measured by [{ALGORITHMS}]",
+    )
+    compare.add_argument(
+        "--matched-steps", action="store_true", help="as many local steps for algorithms that use labels alone"
+    )
+    add_many_runs(compare)
+    add_settings(compare, leave_out=("--algorithm",))
+    compare.set_defaults(command=_compare)
+
+
+def add_many_runs(command: argparse.ArgumentParser) -> None:
+    """The options of whatever makes many runs."""
+    command.add_argument("--seeds", type=int, metavar="N", help="how many seeds, from --seed on [5]")
+    command.add_argument("--reach", metavar="A,B,...", help="report the rounds and bytes to these accuracies [0.8,0.9]")
+    command.add_argument("--out", type=Path, metavar="FOLDER", help="where to write [runs/<time>-<command>-<dataset>]")
+    command.add_argument("--resume", type=Path, metavar="FOLDER", help="go on with an interrupted one")
+
+
+def _compare(parsed: argparse.Namespace) -> int:
+    if parsed.resume:
+        return resume_runs(parsed, parsed.algorithms or parsed.matched_steps)
+    if parsed.matched_steps:
+        parsed.set.append("work.matched_steps=true")
+    config = config_of(parsed)
+    seeds, reach = seeds_and_reach(parsed)
+    from fedcpsl.runs.comparison import compare_plan
+
+    names = [name.strip() for name in (parsed.algorithms or ALGORITHMS).split(",") if name.strip()]
+    if not names:
+        raise InputError("--algorithms: give some, for example fedcpsl,apfl,local")
+    return start_runs(parsed.out, compare_plan(config, names, seeds, reach))
+
+
+def seeds_and_reach(parsed: argparse.Namespace) -> tuple[int, list[float]]:
+    """--seeds and --reach, checked."""
+    seeds = 5 if parsed.seeds is None else parsed.seeds
+    if seeds < 1:
+        raise InputError(f"--seeds {seeds}: give a whole number of at least 1")
+    try:
+        reach = [float(text) for text in ("0.8,0.9" if parsed.reach is None else parsed.reach).split(",") if text]
+    except ValueError:
+        raise InputError(f"--reach {parsed.reach}: give accuracies from 0 to 1, for example 0.9,0.95") from None
+    if not all(0 < value <= 1 for value in reach):
+        raise InputError(f"--reach {parsed.reach}: give accuracies from 0 to 1, for example 0.9,0.95")
+    return seeds, reach
+
+
+def start_runs(out: Path | None, plan: "Plan") -> int:
+    """Make the folder and run everything."""
+    from fedcpsl.config import with_settings
+    from fedcpsl.runs.comparison import create
+    from fedcpsl.runs.experiment import build
+    from fedcpsl.runs.folder import default_folder
+
+    base = build(
+        with_settings(plan.base, plan.cases[0].settings)
+    ).config  # refuses bad settings before anything is made
+    folder = out or default_folder(base, plan.kind)
+    create(folder, plan)
+    return _run(folder, plan)
+
+
+def resume_runs(parsed: argparse.Namespace, more: Any) -> int:
+    """Go on with what a folder's plan says."""
+    if given_settings(parsed) or parsed.out or parsed.seeds or parsed.reach or more:
+        raise InputError("--resume goes on with the folder's own settings; give it alone")
+    from fedcpsl.runs.comparison import read_plan
+
+    return _run(parsed.resume, read_plan(parsed.resume))
+
+
+def _run(folder: Path, plan: "Plan") -> int:
+    from rich.console import Console
+
+    from fedcpsl.report.comparison import comparison_progress, print_comparison, write_comparison
+    from fedcpsl.runs.comparison import run_all
+
+    with comparison_progress(len(plan.cases) * len(plan.seeds), Console(stderr=True)) as announce:
+        finished = run_all(folder, plan, announce)
+    if not finished:
+        print(f"fedcpsl: stopped; go on with: fedcpsl {plan.kind} --resume {folder}", file=sys.stderr)
+        return 130
+    page = write_comparison(folder)
+    print_comparison(folder)
+    print(f"results  {folder}\nreport   {page.resolve().as_uri()}")
+    return 0

@@ -1,0 +1,55 @@
+"""fedcpsl data: who would hold what."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from fedcpsl.cli.options import add_settings, config_of
+from fedcpsl.errors import InputError
+
+
+def add(commands: Any) -> None:
+    data = commands.add_parser(
+        "data",
+        help="show who holds what: devices by classes",
+        description="Show a split as a table and a picture, and save it to use again with --set data.split=FILE.",
+        allow_abbrev=False,
+    )
+    add_settings(data)
+    data.add_argument("--picture", type=Path, metavar="FILE.svg", help="also draw it: devices by classes, as SVG")
+    data.add_argument("--save", type=Path, metavar="FILE.npz", help="save the split")
+    data.set_defaults(command=_data)
+
+
+def _data(parsed: argparse.Namespace) -> int:
+    config = config_of(parsed)
+    for path, suffix in ((parsed.picture, ".svg"), (parsed.save, ".npz")):
+        if path and path.suffix != suffix:
+            raise InputError(f"{path}: give a name that ends with {suffix}")
+        if path and path.exists():
+            raise InputError(f"{path}: exists already; give another name")
+    from rich.console import Console
+
+    from fedcpsl.data.sources import load_federation, load_source, place, resolve
+    from fedcpsl.data.split import split_bytes
+    from fedcpsl.report.split import class_picture, split_table
+    from fedcpsl.runs.files import write_whole
+
+    resolved, seed = resolve(config.data), config.run.seed
+    source = load_source(resolved)
+    federation = load_federation(resolved, seed, source)
+    console = Console()
+    console.print(split_table(federation))
+    console.print(class_picture(federation))
+    print(f"split sha256 {federation.digest}")
+    if parsed.save:
+        if resolved.split:
+            raise InputError("--save: this split is saved already, as data.split says")
+        write_whole(parsed.save, split_bytes(place(source, resolved, seed), federation))
+        print(f"saved    {parsed.save}; use it again with --set data.split={parsed.save}")
+    if parsed.picture:
+        from fedcpsl.report.plots import split_picture
+
+        write_whole(parsed.picture, split_picture(federation))
+        print(f"picture  {parsed.picture.resolve().as_uri()}")
+    return 0

@@ -1,0 +1,69 @@
+"""Options that stand for settings, the same for every command that runs something."""
+
+import argparse
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from fedcpsl.config import FLAGS, Config, parse_value, read_config, setting, with_settings
+from fedcpsl.errors import InputError
+
+
+def add_settings(command: argparse.ArgumentParser, leave_out: Iterable[str] = ()) -> None:
+    """CONFIG.toml, a flag for each main setting, and --set for the rest."""
+    command.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml", help="settings; flags override them")
+    for flag, name in FLAGS.items():
+        if flag in leave_out:
+            continue
+        section, _, key = name.partition(".")
+        declared = setting(section, key)
+        default = getattr(getattr(Config(), section), key)
+        suffix = "" if default == "" else f" [{default}]"
+        command.add_argument(
+            flag, dest=name, metavar=key.upper(), help=declared.metadata["help"].replace("%", "%%") + suffix
+        )
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="any other setting (see `fedcpsl run --help`)",
+    )
+
+
+def given_settings(parsed: argparse.Namespace) -> Sequence[Any]:
+    """The settings that were given on the command line, whichever way."""
+    given = [parsed.config, *parsed.set, *(getattr(parsed, name, None) for name in FLAGS.values())]
+    return [value for value in given if value is not None]
+
+
+def settings_help() -> str:
+    lines = ["settings for CONFIG.toml and --set (those above are flags too):"]
+    for section in fields(Config):
+        lines += ["", f"  [{section.name}]  {type(getattr(Config(), section.name)).__doc__}"]
+        for declared in fields(getattr(Config(), section.name)):
+            value = getattr(getattr(Config(), section.name), declared.name)
+            lines.append(f"    {declared.name} = {value!r}".ljust(34) + f"  {declared.metadata['help']}")
+    return "\n".join(lines)
+
+
+def typed(name: str, text: str) -> Any:
+    """A value from the command line, read as what the setting accepts."""
+    section, _, key = name.partition(".")
+    accepts = setting(section, key).metadata["test"]
+    value = parse_value(text)
+    return text if not accepts(value) and accepts(text) else value
+
+
+def config_of(parsed: argparse.Namespace) -> Config:
+    """The config that a command's options describe."""
+    values = read_config(parsed.config) if parsed.config else {}
+    for assignment in parsed.set:
+        name, equals, text = assignment.partition("=")
+        if not equals or "." not in name:
+            raise InputError(f"--set {assignment}: give it as SECTION.KEY=VALUE, for example --set work.amount=5")
+        values[name.strip()] = typed(name.strip(), text.strip())
+    flagged = {name: getattr(parsed, name, None) for name in FLAGS.values()}
+    values |= {name: typed(name, text) for name, text in flagged.items() if text is not None}
+    return with_settings(Config(), values)

@@ -1,0 +1,107 @@
+"""fedcpsl run: one simulation into a folder."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from fedcpsl.cli.options import add_settings, config_of, given_settings, settings_help
+from fedcpsl.cli.show import print_results
+from fedcpsl.errors import InputError
+
+
+def add(commands: Any) -> None:
+    run = commands.add_parser(
+        "run",
+        help="simulate a federation of devices",
+        description="Simulate a federation: devices with few labels learn a global model together and a personal one "
+        "each. With no arguments: FedCPSL on the digits that ship with scikit-learn.",
+        epilog=settings_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_settings(run)
+    run.add_argument("--gaps", action="store_true", help="log the optimality gaps of the theory too (run.gaps = true)")
+    run.add_argument("--out", type=Path, metavar="FOLDER", help="where to write [runs/<time>-<algorithm>-<dataset>]")
+    run.add_argument("--resume", type=Path, metavar="FOLDER", help="go on with an interrupted run, bit for bit")
+    run.add_argument("--dry-run", action="store_true", help="print the resolved config, the split and the steps")
+    run.set_defaults(command=_run)
+
+
+def refuse_existing(folder: Path | None) -> None:
+    if folder and folder.exists():
+        raise InputError(f"{folder}: exists already; give another --out, or --resume {folder} to go on with it")
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    if parsed.resume:
+        if given_settings(parsed) or parsed.out or parsed.dry_run or parsed.gaps:
+            raise InputError("--resume goes on with the folder's own settings; give it alone")
+        return _resume(parsed.resume)
+    if parsed.gaps:
+        parsed.set.append("run.gaps=true")
+    config = config_of(parsed)
+    refuse_existing(parsed.out)
+    from fedcpsl.runs.experiment import build
+
+    experiment = build(config)
+    if parsed.dry_run:
+        return _dry_run(experiment)
+    from rich.console import Console
+
+    from fedcpsl.report.terminal import progress
+    from fedcpsl.runs.experiment import start
+    from fedcpsl.runs.folder import default_folder
+
+    folder = parsed.out or default_folder(experiment.config)
+    with progress(experiment.setup.total_rounds, 0, Console(stderr=True)) as watch:
+        outcome = start(experiment, folder, watch)
+    return _conclude(outcome)
+
+
+def _resume(folder: Path) -> int:
+    from rich.console import Console
+
+    from fedcpsl.report.terminal import progress
+    from fedcpsl.runs.experiment import resume
+    from fedcpsl.runs.folder import read_run_config
+
+    work = read_run_config(folder).work
+    with progress(work.rounds + work.personal_rounds, 0, Console(stderr=True)) as watch:
+        outcome = resume(folder, watch)
+    return _conclude(outcome)
+
+
+def _conclude(outcome: Any) -> int:
+    if not outcome.finished:
+        print(
+            f"fedcpsl: stopped after round {outcome.round}; go on with: fedcpsl run --resume {outcome.folder}",
+            file=sys.stderr,
+        )
+        return 130
+    from fedcpsl.report.page import write_report
+
+    page = write_report(outcome.folder)
+    print_results([outcome.folder])
+    print(f"results  {outcome.folder}\nreport   {page.resolve().as_uri()}")
+    return 0
+
+
+def _dry_run(experiment: Any) -> int:
+    from rich.console import Console
+
+    from fedcpsl.config import to_toml
+    from fedcpsl.report.split import split_table
+    from fedcpsl.report.terminal import planned_steps
+
+    console = Console()
+    print(to_toml(experiment.config))
+    console.print(split_table(experiment.federation))
+    steps, most = planned_steps(experiment)
+    setup = experiment.setup
+    print(
+        f"{setup.rounds} rounds of {setup.work.active} devices: {steps:,} local steps, at most {most:,} per device and "
+        f"round; {setup.method.network.initial.numel():,} parameters; {setup.executor} on {setup.shelf.x.device}\n"
+        "nothing was run or written"
+    )
+    return 0

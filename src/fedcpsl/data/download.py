@@ -1,0 +1,237 @@
+"""The files of published data sets: found in your folders or in the cache, else downloaded, checked and kept."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+import zlib
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from functools import partial
+from gzip import BadGzipFile
+from pathlib import Path
+from typing import NamedTuple
+
+from fedcpsl import __version__
+from fedcpsl.errors import InputError
+from fedcpsl.progress import bytes_bar
+
+TIMEOUT = 30.0  # seconds that a server may stay silent
+CHUNK = 1 << 18
+DAY = 86400.0
+
+
+class Published(NamedTuple):
+    """A file as its authors publish it; `size` in bytes, 0 where it is not known."""
+
+    name: str
+    md5: str
+    url: str
+    size: int = 0
+
+
+def _from(base: str, name: str, md5: str, size: int) -> Published:
+    return Published(name, md5, base + name, size)
+
+
+_MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+_FASHION = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
+_CIFAR = "https://www.cs.toronto.edu/~kriz/"
+_IMAGES, _LABELS = "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"
+
+PUBLISHED = {
+    "mnist": {
+        "images": _from(_MNIST, _IMAGES, "f68b3c2dcbeaaa9fbdd348bbdeb94873", 9_912_422),
+        "labels": _from(_MNIST, _LABELS, "d53e105ee54ea40749a09fcbcd1e9432", 28_881),
+    },
+    "fashion-mnist": {
+        "images": _from(_FASHION, _IMAGES, "8d4fb7e6c68d591d4c3dfef9ec88bf0d", 26_421_880),
+        "labels": _from(_FASHION, _LABELS, "25c81989df183df01b3e8a0aad5dffbe", 29_515),
+    },
+    "cifar10": {
+        "archive": _from(_CIFAR, "cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530", 170_052_171),
+    },
+}
+
+
+class _DownloadError(Exception):
+    """Why a download did not give the published file."""
+
+
+def locate(dataset: str, folders: Sequence[Path], file: Published) -> Path:
+    """The file from one of your folders (unpacked is fine too) or from the cache; else it is downloaded.
+
+    A file of yours is taken as it is: its reader checks it. Only what was checked gets into the cache.
+    """
+    names = (file.name, file.name.removesuffix(".gz"))
+    for folder in folders:
+        for path in (folder / sub / name for sub in (dataset, "") for name in names):
+            if os.path.isfile(path) and not (path.parent == folder and _belongs_elsewhere(path, dataset)):
+                return path
+    home = cache_folder() / dataset
+    for path in (home / name for name in names):
+        if os.path.isfile(path):
+            return path
+    url = address(dataset, file)
+    with _workplace(home, url) as place:
+        _download(url, file, place / file.name, f"download it by hand into {_hand(dataset, folders)}")
+        (place / file.name).replace(home / file.name)
+    return home / file.name
+
+
+def download_folder(dataset: str, folders: Sequence[Path], file: Published, name: str, members: Sequence[str]) -> Path:
+    """Download an archive and keep these members of its folder `name` in the cache, whole or not at all."""
+    url, target = address(dataset, file), cache_folder() / dataset / name
+    with _workplace(target.parent, url) as place:
+        _download(url, file, place / file.name, f"download it by hand and unpack it in {_hand(dataset, folders)}")
+        _unpack(place / file.name, place / name, members, url)
+        _install(place / name, target, members, place / "replaced")
+    return target
+
+
+def cache_folder() -> Path:
+    """FEDCPSL_CACHE, else fedcpsl/ where this system's users keep what can be fetched again."""
+    given, shared = os.environ.get("FEDCPSL_CACHE", ""), os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        if given:
+            return Path(given).expanduser()
+        return (Path(shared) if os.path.isabs(shared) else Path.home() / ".cache") / "fedcpsl"
+    except RuntimeError:
+        raise InputError("no home folder to cache data sets in; set FEDCPSL_CACHE to a folder") from None
+
+
+def address(dataset: str, file: Published) -> str:
+    """Where the file is fetched from: its authors, or the same file on your mirror."""
+    mirror = os.environ.get("FEDCPSL_MIRROR", "")
+    return f"{mirror.rstrip('/')}/{dataset}/{file.name}" if mirror else file.url
+
+
+def _hand(dataset: str, folders: Sequence[Path]) -> Path:
+    return (folders[0] if folders else cache_folder()) / dataset
+
+
+def _belongs_elsewhere(path: Path, dataset: str) -> bool:
+    """MNIST and Fashion-MNIST name their files alike: outside a folder of its own, a file may be the other's."""
+    others = [
+        f.md5 for name, files in PUBLISHED.items() if name != dataset for f in files.values() if f.name == path.name
+    ]
+    if not others:
+        return False
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "md5").hexdigest() in others
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); make it readable") from error
+
+
+@contextmanager
+def _workplace(home: Path, url: str) -> Iterator[Path]:
+    """A folder of our own in the cache that goes however the work ends: nothing half done is ever found."""
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        for left in home.glob(".*.partial"):  # by a process that was killed
+            with suppress(FileNotFoundError):
+                if time.time() - left.stat().st_mtime > DAY:
+                    shutil.rmtree(left, ignore_errors=True)
+        place = Path(tempfile.mkdtemp(prefix=".", suffix=".partial", dir=home))
+        try:
+            yield place
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+    except OSError as error:
+        raise InputError(
+            f"{home}: {url} cannot be kept there ({error.strerror or error}); make room or set FEDCPSL_CACHE to "
+            "another folder, or download it by hand and set FEDCPSL_DATA to its folder"
+        ) from error
+
+
+def _download(url: str, file: Published, path: Path, by_hand: str) -> None:
+    try:
+        with closing(_arriving(url, file)) as chunks:
+            _write(path, chunks)
+    except _DownloadError as why:
+        raise InputError(
+            f"{url}: cannot be downloaded ({why}); {by_hand}, or set FEDCPSL_DATA to a folder that has it "
+            "or FEDCPSL_MIRROR to another server"
+        ) from why
+
+
+def _arriving(url: str, file: Published) -> Generator[bytes]:
+    """The file's bytes as the server sends them; once they have all come, they are the published ones."""
+    from http.client import HTTPException
+    from urllib.error import HTTPError, URLError
+    from urllib.request import Request, urlopen
+
+    digest, seen = hashlib.md5(usedforsecurity=False), 0
+    try:
+        request = Request(url, headers={"User-Agent": f"fedcpsl/{__version__}"})
+        with urlopen(request, timeout=TIMEOUT) as response:
+            said = response.headers.get("Content-Length") or ""
+            length = int(said) if said.isdecimal() else None
+            with bytes_bar(file.name, length or file.size or None) as advance:
+                while chunk := response.read(CHUNK):
+                    digest.update(chunk)
+                    seen += len(chunk)
+                    if file.size and seen > file.size:
+                        raise _DownloadError(f"more than the published {file.size} bytes came")
+                    advance(len(chunk))
+                    yield chunk
+    except HTTPError as error:
+        error.close()
+        raise _DownloadError(_line(f"the server says {error.code} {error.reason}")) from error
+    except (OSError, HTTPException, ValueError) as error:
+        why = error.reason if isinstance(error, URLError) else error
+        raise _DownloadError(_line(str(getattr(why, "strerror", None) or why)) or type(why).__name__) from error
+    if length is not None and seen != length:
+        raise _DownloadError(f"only {seen} of {length} bytes came")
+    if digest.hexdigest() != file.md5:
+        raise _DownloadError(f"what came is not the published file: its MD5 is {digest.hexdigest()}, not {file.md5}")
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:200]
+
+
+def _write(path: Path, chunks: Iterable[bytes]) -> None:
+    with path.open("xb") as out:
+        for chunk in chunks:
+            out.write(chunk)
+        out.flush()
+        os.fsync(out.fileno())  # before it gets the name by which it is trusted
+
+
+def _unpack(archive: Path, target: Path, members: Sequence[str], url: str) -> None:
+    """Write the named members; paths in the archive are compared, never followed."""
+    import tarfile
+
+    target.mkdir()
+    missing = {f"{target.name}/{member}": member for member in members}
+    try:
+        with tarfile.open(archive, "r:gz") as tar:
+            for entry in tar:
+                content = tar.extractfile(entry) if entry.isreg() and entry.name in missing else None
+                if content:
+                    _write(target / missing.pop(entry.name), iter(partial(content.read, CHUNK), b""))
+    except (tarfile.TarError, BadGzipFile, EOFError, zlib.error) as error:
+        raise InputError(
+            f"{url}: its archive cannot be read ({_line(str(error))}); set FEDCPSL_MIRROR to another server"
+        ) from error
+    if missing:
+        raise InputError(f"{url}: its archive has no {next(iter(missing))}; set FEDCPSL_MIRROR to another server")
+
+
+def _install(new: Path, target: Path, members: Sequence[str], aside: Path) -> None:
+    """Give a whole folder its name in one step, unless another process was faster."""
+
+    def whole() -> bool:
+        return all(os.path.isfile(target / member) for member in members)
+
+    if not whole():
+        with suppress(OSError):
+            target.rename(aside)
+    try:
+        new.rename(target)
+    except OSError:
+        if not whole():
+            raise

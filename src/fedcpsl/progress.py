@@ -1,0 +1,46 @@
+"""Progress bars on stderr that vanish when the work is done and stay silent where nobody watches."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
+    """The items one by one, with a bar. `total` is their number where they cannot say it themselves."""
+    if not _watched():
+        yield from items
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield from bar.track(items, total=total, description=description)
+
+
+@contextmanager
+def bytes_bar(description: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar for a download; the function it gives is told how many more bytes have arrived."""
+    if not _watched():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(16),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def _watched() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()

@@ -1,0 +1,184 @@
+"""What people see of a comparison or a sweep: a table, a picture, files and a page."""
+
+import csv
+import io
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fedcpsl.report.page import html_page, inline_svg
+from fedcpsl.report.plots import curves_of_cases, heat_maps
+from fedcpsl.report.terminal import percent, size
+from fedcpsl.runs.comparison import Announce, Case, read_plan, run_folder, summarise
+from fedcpsl.runs.experiment import Watch
+from fedcpsl.runs.files import to_json, write_whole
+from fedcpsl.runs.folder import read_metrics
+
+FILE_WIDTH = 132  # columns of a table that goes into a file or a pipe
+
+
+@contextmanager
+def comparison_progress(runs: int, console: Console) -> Iterator[Announce]:
+    """A bar over all runs with time left, and one over the rounds of the run at hand."""
+    columns = (
+        TextColumn("{task.description}"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=None),
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, expand=True) as bar:
+        everything = bar.add_task("[bold]runs", total=runs, note="")
+        current = bar.add_task("round", total=None, note="")
+
+        def announce(case: Case, seed: int, number: int, rounds: int) -> Watch:
+            bar.update(everything, completed=number - 1, note=f"{case.name}, seed {seed}")
+            bar.reset(current, total=rounds)
+
+            def watch(round: int, metrics: dict[str, Any] | None) -> None:
+                bar.update(everything, completed=number - 1 + round / max(rounds, 1))
+                bar.update(current, completed=round)
+                if metrics:
+                    bar.update(current, note=f"personal {percent(metrics['personal'])}")
+
+            return watch
+
+        yield announce
+
+
+def print_comparison(folder: Path) -> None:
+    """The table of a finished comparison."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, FILE_WIDTH))
+    console.print(comparison_table(summarise(folder)))
+
+
+def comparison_table(summary: Mapping[str, Any]) -> Table:
+    """Mean and 95 % interval over seeds, the difference to the first, the worst devices, and what it took."""
+    cases, seeds = summary["cases"], summary["seeds"]
+    rows = _rows(summary)
+    caption = (
+        f"accuracy in % on the devices' own tests, mean over {len(seeds)} seed{'s' * (len(seeds) > 1)} ({seeds[0]} to "
+        f"{seeds[-1]}); ± is half a 95 % interval, differences are paired by seed; to x %: first round at x, bytes sent"
+    )
+    table = Table(caption=caption, caption_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for k, column in enumerate(rows[0]):
+        table.add_column(column, justify="left" if k == 0 else "right")
+    best = max(range(len(cases)), key=lambda i: cases[i]["personal"]["mean"])
+    for i, row in enumerate(rows[1:]):
+        table.add_row(*row, style="bold" if i == best else "")
+    return table
+
+
+def _rows(summary: Mapping[str, Any]) -> list[list[str]]:
+    cases, reach = summary["cases"], summary["reach"]
+    shown = [key for key in ("validation", "global") if any(case[key] for case in cases)]
+    first = cases[0]["name"]
+    of = "algorithm" if summary["kind"] == "compare" else "settings"
+    head = [of, "personal", f"less {first}", "worst tenth"]
+    head += [*shown, "uplink", *(f"to {100 * r:g} %" for r in reach)]
+    if len(cases) == 1:
+        head.remove(f"less {first}")
+    rows = [head]
+    for case in cases:
+        row = [case["name"], _interval(case["personal"])]
+        if len(cases) > 1:
+            row.append(_interval(case["difference"], sign=True))
+        row += [_interval(case["worst_tenth"]), *(_interval(case[key], bare=True) for key in shown)]
+        row.append(size(round(case["uplink_bytes"]["mean"])))
+        row += [_reached(r, len(summary["seeds"])) for r in case["reach"]]
+        rows.append(row)
+    return rows
+
+
+def _interval(value: Mapping[str, float] | None, *, sign: bool = False, bare: bool = False) -> str:
+    if value is None:
+        return "-"
+    mean = f"{100 * value['mean']:+.2f}" if sign else f"{100 * value['mean']:.2f}"
+    return mean if bare or value["half_width"] is None else f"{mean} ± {100 * value['half_width']:.2f}"
+
+
+def _reached(reach: Mapping[str, Any], seeds: int) -> str:
+    if not reach["runs"]:
+        return "-"
+    some = "" if reach["runs"] == seeds else f" ({reach['runs']} of {seeds} seeds)"
+    return f"{reach['rounds']:.0f}, {size(round(reach['uplink_bytes']))}{some}"
+
+
+def write_comparison(folder: Path) -> Path:
+    """results.csv, summary.json, a picture and a page into a finished comparison's folder."""
+    plan, summary = read_plan(folder), summarise(folder)
+    pictures = {"accuracy": curves_of_cases(_curves(folder))}
+    if plan.kind == "sweep":
+        pictures["sweep"] = heat_maps(summary)
+    (folder / "plots").mkdir(exist_ok=True)
+    for name, svg in pictures.items():
+        write_whole(folder / "plots" / f"{name}.svg", svg)
+    write_whole(folder / "summary.json", to_json(summary, indent=2) + "\n")
+    write_whole(folder / "results.csv", _csv(summary))
+    write_whole(folder / "report.html", _page(folder, summary, pictures))
+    return folder / "report.html"
+
+
+def _curves(folder: Path) -> dict[str, tuple[list[int], np.ndarray]]:
+    """Personal accuracy by evaluated round, [seeds, rounds], for every case."""
+    plan = read_plan(folder)
+    curves = {}
+    for case in plan.cases:
+        runs = [read_metrics(run_folder(folder, case, seed)) for seed in plan.seeds]
+        rounds = [m["round"] for m in runs[0]]
+        values = [[m["personal"]["mean"] or np.nan for m in run] for run in runs]
+        curves[case.name] = (rounds, np.array(values, float))
+    return curves
+
+
+def _csv(summary: Mapping[str, Any]) -> str:
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    keys = ("personal", "worst_tenth", "global", "localized", "validation", "uplink_bytes", "steps", "seconds")
+    targets = [f"{what}_to_{r:g}" for r in summary["reach"] for what in ("rounds", "uplink_bytes")]
+    swept = list(summary["cases"][0]["settings"]) if summary["kind"] == "sweep" else []
+    table.writerow(["case", *swept, "seed", *keys, *targets])
+    for case in summary["cases"]:
+        for run in case["runs"]:
+            pairs = zip(run["reach_rounds"], run["reach_bytes"], strict=True)
+            reached = ["" if v is None else v for pair in pairs for v in pair]
+            chosen = [case["settings"][key] for key in swept]
+            cells = ["" if run[key] is None else run[key] for key in keys]
+            table.writerow([case["name"], *chosen, run["seed"], *cells, *reached])
+    return text.getvalue()
+
+
+def _page(folder: Path, summary: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
+    head, *rows = _rows(summary)
+    cells = ["<tr>" + "".join(f"<th>{escape(cell)}" for cell in head) + "</tr>"]
+    cells += ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]
+    what = "Algorithms side by side" if summary["kind"] == "compare" else "A sweep of settings"
+    words = {
+        "accuracy": "Personal accuracy by round: mean over seeds, the band is its 95 % interval.",
+        "sweep": "Mean personal accuracy over seeds, %: on validation samples where there are some, else on the tests.",
+    }
+    figures = "".join(
+        f"<section><figure>{inline_svg(svg)}<figcaption>{words[name]}</figcaption></figure></section>"
+        for name, svg in sorted(pictures.items(), reverse=True)
+    )
+    body = (
+        f"<header><h1>{what}</h1><p>{len(summary['cases'])} cases, {len(summary['seeds'])} seeds; "
+        "runs of one seed share split, devices and samples. Accuracies are in %, ± is half a 95 % interval over seeds, "
+        "differences are paired by seed; to x %: the first round at x and the bytes sent by then.</p></header>"
+        f'<section><div class="wide"><table>{"".join(cells)}</table></div></section>{figures}'
+        f"<section><details><summary>config.toml</summary><pre>"
+        f"{escape((folder / 'config.toml').read_text(encoding='utf-8'))}</pre></details></section>"
+    )
+    return html_page(what, body)

@@ -1,0 +1,231 @@
+"""Many runs side by side: algorithms or settings over seeds. Every run keeps its own folder."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import product
+from math import sqrt
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedcpsl.algorithms import find_algorithm
+from fedcpsl.config import Config, read_config, setting, to_toml, with_settings
+from fedcpsl.data.federation import Source
+from fedcpsl.errors import InputError, did_you_mean
+from fedcpsl.runs import folder as files
+from fedcpsl.runs.experiment import Watch, build, load_data, resume, start
+from fedcpsl.runs.files import to_json, write_whole
+from fedcpsl.settings import AUTO
+
+PLAN = "comparison.json"
+
+
+class Case(NamedTuple):
+    """One column of a comparison: what it is called and the settings that make it."""
+
+    name: str
+    settings: dict[str, Any]
+
+
+class Plan(NamedTuple):
+    """What a comparison runs: every case with every seed. Runs of one seed share split, devices and samples."""
+
+    kind: str  # "compare" or "sweep"
+    base: Config
+    cases: list[Case]
+    seeds: list[int]
+    reach: list[float]  # accuracies whose first round is reported
+
+
+Interval = dict[str, float | None]  # mean over seeds, and half_width of its 95 % interval (None from one seed)
+
+
+def compare_plan(base: Config, algorithms: Sequence[str], seeds: int, reach: Sequence[float]) -> Plan:
+    """Algorithms beside each other; the first is what the others are compared with."""
+    twice = [name for i, name in enumerate(algorithms) if name in algorithms[:i]]
+    if twice:
+        raise InputError(f"--algorithms: {twice[0]!r} stands there twice")
+    cases = []
+    for name in algorithms:
+        parts = find_algorithm(name)[1]
+        everyone = {"work.active": AUTO} if parts.everyone else {}
+        cases.append(Case(name, {"algorithm.name": name} | everyone))
+    return _plan("compare", base, cases, seeds, reach)
+
+
+def sweep_plan(base: Config, grid: Mapping[str, Sequence[Any]], seeds: int, reach: Sequence[float]) -> Plan:
+    """Every combination of the values of some settings."""
+    cases = []
+    for values in product(*grid.values()):
+        chosen = dict(zip(grid, values, strict=True))
+        cases.append(Case(", ".join(f"{key.partition('.')[2]}={value}" for key, value in chosen.items()), chosen))
+    return _plan("sweep", base, cases, seeds, reach)
+
+
+def _plan(kind: str, base: Config, cases: list[Case], seeds: int, reach: Sequence[float]) -> Plan:
+    for case in cases:
+        with_settings(base, case.settings)  # a value that does not fit is named before anything is run
+    first = base.run.seed
+    return Plan(kind, base, cases, list(range(first, first + seeds)), list(reach))
+
+
+def full_name(key: str) -> str:
+    """A setting by its own name or as section.key."""
+    if "." in key:
+        setting(*key.split(".", 1))
+        return key
+    owners = [section for section in asdict(Config()) if key in asdict(Config())[section]]
+    if not owners:
+        known = [name for section in asdict(Config()).values() for name in section]
+        raise InputError(f"--grid {key}: no such setting; {did_you_mean(key, known)}")
+    if len(owners) > 1:
+        raise InputError(f"--grid {key}: in several sections; give {' or '.join(f'{o}.{key}' for o in owners)}")
+    return f"{owners[0]}.{key}"
+
+
+def create(folder: Path, plan: Plan) -> None:
+    """A new folder with the plan in it. An existing one is never touched."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+    except FileExistsError:
+        raise InputError(f"{folder}: exists already; give another --out, or --resume {folder}") from None
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be created: {error.strerror}; give another --out") from error
+    (folder / "runs").mkdir()
+    write_whole(folder / "config.toml", to_toml(plan.base))
+    content = {"kind": plan.kind, "cases": [c._asdict() for c in plan.cases], "seeds": plan.seeds, "reach": plan.reach}
+    write_whole(folder / PLAN, to_json(content, indent=2) + "\n")
+
+
+def is_comparison(folder: Path) -> bool:
+    return (folder / PLAN).is_file()
+
+
+def read_plan(folder: Path) -> Plan:
+    """The plan that `create` wrote."""
+    if not is_comparison(folder):
+        raise InputError(
+            f"{folder}: not a comparison's folder (it has no {PLAN}); give one that `fedcpsl compare` made"
+        )
+    try:
+        content = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+        cases = [Case(**case) for case in content["cases"]]
+        plan = Plan(content["kind"], Config(), cases, content["seeds"], content["reach"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{folder / PLAN}: cannot be read ({error}); was it changed by hand?") from error
+    return plan._replace(base=with_settings(Config(), read_config(folder / "config.toml")))
+
+
+def run_folder(folder: Path, case: Case, seed: int) -> Path:
+    """Where one run of a comparison lives."""
+    safe = "".join(c if c.isalnum() or c in "=.-" else "-" for c in case.name.replace(", ", "+").replace("+", "_"))
+    return folder / "runs" / f"{safe}-seed{seed}"
+
+
+Announce = Callable[[Case, int, int, int], Watch]  # case, seed, number of the run, its rounds
+
+
+def run_all(folder: Path, plan: Plan, announce: Announce) -> bool:
+    """Run, or go on with, everything that is not finished yet; False where a run was asked to stop."""
+    with files.locked(folder):
+        source: Source | None = None
+        number = 0
+        for seed in plan.seeds:
+            for case in plan.cases:
+                number += 1
+                own = run_folder(folder, case, seed)
+                config = with_settings(plan.base, case.settings | {"run.seed": seed})
+                watch = announce(case, seed, number, config.work.rounds + config.work.personal_rounds)
+                if (own / "models.safetensors").exists():
+                    continue
+                if own.exists() and not (own / "config.toml").exists():
+                    shutil.rmtree(own)  # killed before the run began
+                if own.exists():
+                    outcome = resume(own, watch)
+                else:
+                    source = source or load_data(plan.base.data)
+                    outcome = start(build(config, source if _same_data(case) else None), own, watch)
+                if not outcome.finished:
+                    return False
+    return True
+
+
+def _same_data(case: Case) -> bool:
+    """Whether a case reads the samples that all others read."""
+    reads = {f"data.{name}" for name in ("dataset", "file", "dir", "label", "device_column", "test_column")}
+    return not reads & set(case.settings)
+
+
+def summarise(folder: Path) -> dict[str, Any]:
+    """The comparison's table as one object, from the metrics of its runs."""
+    plan = read_plan(folder)
+    finals: dict[str, list[dict[str, Any]]] = {}
+    for case in plan.cases:
+        found = [run_folder(folder, case, seed) for seed in plan.seeds]
+        missing = [run for run in found if not (run / "models.safetensors").exists()]
+        if missing:
+            raise InputError(f"{missing[0]}: not finished; go on with: fedcpsl {plan.kind} --resume {folder}")
+        finals[case.name] = [_final(run, plan.reach) for run in found]
+    first = finals[plan.cases[0].name]
+    cases = []
+    for case in plan.cases:
+        runs = finals[case.name]
+        difference = [a["personal"] - b["personal"] for a, b in zip(runs, first, strict=True)]
+        cases.append(
+            {
+                "name": case.name,
+                "settings": case.settings,
+                **{key: interval([run[key] for run in runs]) for key in SUMMARISED},
+                "difference": None if runs is first else interval(difference),
+                "reach": [_reach(runs, k) for k in range(len(plan.reach))],
+                "runs": runs,
+            }
+        )
+    return {"comparison": str(folder), "kind": plan.kind, "seeds": plan.seeds, "reach": plan.reach, "cases": cases}
+
+
+SUMMARISED = ("personal", "worst_tenth", "global", "localized", "validation", "uplink_bytes", "steps", "seconds")
+
+
+def _final(run: Path, reach: Sequence[float]) -> dict[str, Any]:
+    """One run's row."""
+    final, metrics = files.final_metrics(run), files.read_metrics(run)
+    first = [next((m for m in metrics if (m["personal"]["mean"] or 0) >= target), None) for target in reach]
+    return {
+        "run": str(run),
+        "seed": final["seed"],
+        "personal": final["personal"]["mean"],
+        "worst_tenth": final["personal"]["worst_tenth"],
+        **{k: final[k]["mean"] if final.get(k) else None for k in ("global", "localized", "validation")},
+        "uplink_bytes": final["uplink_bytes"],
+        "steps": final["steps"],
+        "seconds": final["seconds"],
+        "reach_rounds": [m and m["round"] for m in first],
+        "reach_bytes": [m and m["uplink_bytes"] for m in first],
+    }
+
+
+def _reach(runs: Sequence[Mapping[str, Any]], k: int) -> dict[str, Any]:
+    """How many runs got to an accuracy, and after how many rounds and bytes those did, on average."""
+    there = [run for run in runs if run["reach_rounds"][k] is not None]
+    means = [
+        float(np.mean([run[key][k] for run in there])) if there else None for key in ("reach_rounds", "reach_bytes")
+    ]
+    return {"runs": len(there), "rounds": means[0], "uplink_bytes": means[1]}
+
+
+def interval(values: Sequence[float | None]) -> Interval | None:
+    """Mean and 95 % interval over seeds, by Student's t."""
+    known = [v for v in values if v is not None]
+    if len(known) < len(values) or not known:
+        return None
+    if len(known) == 1:
+        return {"mean": known[0], "half_width": None}
+    from scipy.stats import t
+
+    spread = float(np.std(known, ddof=1)) / sqrt(len(known))
+    return {"mean": float(np.mean(known)), "half_width": float(t.ppf(0.975, len(known) - 1)) * spread}

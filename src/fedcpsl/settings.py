@@ -1,0 +1,194 @@
+"""Every setting: its default, what it may be, and what it means. Nothing here imports torch."""
+
+from dataclasses import dataclass
+
+from fedcpsl.kinds import (
+    choice,
+    is_labelled_share,
+    is_range,
+    is_share_or_list,
+    is_sizes,
+    real,
+    setting_of,
+    text,
+    whole,
+)
+
+Numbers = float | list[float]
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where the samples come from and who holds them."""
+
+    dataset: str = text("digits", "digits (ships with scikit-learn), mnist, fashion-mnist, cifar10, har; own: see file")
+    file: str = text("", "your own data: an .npz, .csv, .tsv or .parquet file, or a folder device/label/*.png")
+    dir: str = text("", "folder where data sets are looked for before they are downloaded; FEDCPSL_DATA by default")
+    label: str = text("", "the column of a table that is the label; empty there means unlabelled")
+    device_column: str = text("", "the column of a table that says which device holds the row")
+    test_column: str = text("", "the column of a table that marks test rows with 1 or true")
+    devices: int = whole(20, "how many devices share a data set that has none of its own", 1)
+    partition: str = choice(
+        AUTO,
+        "who gets what: distinct classes, sorted shards, dirichlet, unequal quantity, iid, or the data's own devices",
+        AUTO,
+        "classes",
+        "shards",
+        "dirichlet",
+        "quantity",
+        "iid",
+        "natural",
+    )
+    classes_per_device: int = whole(2, 'distinct classes that each device holds (partition "classes")', 1)
+    shards_per_device: int = whole(2, 'shards that each device is dealt (partition "shards")', 1)
+    concentration: float = real(
+        0.5,
+        'how even shares are: small is lopsided (partition "dirichlet" and "quantity")',
+        0,
+        open_ends="[",
+    )
+    split: str = text("", "a split saved by `fedcpsl data --save`, to use again instead of drawing one")
+    labelled: Numbers | str = setting_of(
+        AUTO,
+        "share of the training labels that devices may see, one number or one per device; auto: 0.1, own data: all",
+        'a number from 0 to 1, 0 excluded, a list with one per device, or "auto"',
+        is_labelled_share,
+    )
+    labelled_by: str = choice(
+        "device", "whether each device keeps that share of its labels, or all together", "device", "overall"
+    )
+    stratified: bool = choice(False, "keep labels class by class, in proportion", True, False)
+    labelled_devices: int | str = whole("all", "how many devices, drawn by the seed, have labels", 1, also=("all",))
+    test: float = real(
+        0.2,
+        "share of each device's samples that is its test set (unless the data says)",
+        0,
+        1,
+        open_ends="[]",
+    )
+    validation: float = real(
+        0.0, "share of each device's remaining samples that is kept for choosing settings", 0, 1, open_ends="]"
+    )
+    normalise: str = choice(
+        AUTO, "inputs less their mean, over their deviation, from training data", AUTO, "standard", "none"
+    )
+
+
+@dataclass(frozen=True)
+class Model:
+    """The network that every device trains."""
+
+    name: str = text(
+        AUTO, "mlp, cnn, resnet8, cnn1d, logistic; auto: by data; or package.module:function of (input_shape, classes)"
+    )
+    hidden: list[int] = setting_of(
+        [200, 200], "widths of the mlp's hidden layers", "a list of whole numbers of at least 1", is_sizes
+    )
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """The method, its numbers, and switches that take single parts out or put them in."""
+
+    name: str = text(
+        "fedcpsl", "fedcpsl, apfsl, apfl, fedshvrp, fedshvr, scaffold, fedavg, or local and local-pseudo: no server"
+    )
+    beta: Numbers = setting_of(
+        0.75,
+        "weight of the localized model in a device's prediction; one number, or a list with one per device",
+        "a number from 0 to 1, or a list of them",
+        is_share_or_list,
+    )
+    gamma: float = real(0.8, "local momentum", 0, 1, open_ends="]")
+    eta: float | str = real(
+        AUTO,
+        "step size of the global model; auto: the paper's for mnist and cifar10, 0.05 otherwise",
+        0,
+        open_ends="[",
+        also=(AUTO,),
+    )
+    eta_lc: float | str = real(
+        AUTO,
+        "step size of the localized model; auto: 2 eta for fedcpsl and local, eta for apfl and apfsl",
+        0,
+        open_ends="[",
+        also=(AUTO,),
+    )
+    eta_g: float | str = real(
+        "mean_steps", "step size of the server", 0, open_ends="[", also=("mean_steps", "mean_effective_steps")
+    )
+    alpha_p: float = real(0.03, "weight of the pseudo-label loss", 0)
+    alpha_r: float = real(0.01, "weight of the regulariser; 0 makes pseudo-labels one-hot", 0)
+    pseudo_labels: str = choice("closed_form", "how pseudo-labels are renewed", "closed_form", "gradient")
+    labels_from: str = choice(
+        "global", "whose predictions pseudo-labels are made of; mixture is beyond the paper", "global", "mixture"
+    )
+    warm_up: int = whole(0, "active rounds of a device before it uses pseudo-labels; beyond the paper", 0)
+    eta_v: float = real(1.0, 'step size of pseudo-labels (pseudo_labels = "gradient")', 0, open_ends="[")
+    unlabelled: bool | str = choice(AUTO, "use unlabelled data", AUTO, True, False)
+    personal: bool | str = choice(AUTO, "keep a localized model on every device", AUTO, True, False)
+    control_variates: bool | str = choice(AUTO, "client variance reduction", AUTO, True, False)
+    momentum: bool | str = choice(AUTO, "local momentum", AUTO, True, False)
+    normalised: bool | str = choice(AUTO, "divide updates by the effective steps", AUTO, True, False)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Who takes part in a round and how much each does."""
+
+    rounds: int = whole(100, "communication rounds", 1)
+    active: int | str = whole(
+        AUTO, "devices drawn in each round; auto: 4, and all of them for fedshvr", 1, also=(AUTO,)
+    )
+    unit: str = choice(
+        "epochs",
+        "what `amount` counts; hlu draws epochs anew for each device and round",
+        "epochs",
+        "steps",
+        "hlu",
+    )
+    amount: int = whole(2, "local epochs or steps of an active device", 1)
+    hlu: list[int] = setting_of(
+        [1, 5], "the range that hlu draws epochs from", "two whole numbers, the smaller first", is_range
+    )
+    matched_steps: bool = choice(
+        False, "count an epoch over all samples also where an algorithm uses labels alone", True, False
+    )
+    personal_rounds: int = whole(
+        0, "rounds after the last in which every device trains its localized model alone, sending nothing", 0
+    )
+    two_phase: bool = choice(
+        False, "no personal model before the personal rounds, which then start from scratch", True, False
+    )
+    batch_labelled: int = whole(32, "labelled samples in a minibatch", 1)
+    batch_unlabelled: int = whole(32, "unlabelled samples in a minibatch", 1)
+    loss_rate: float = real(0.0, "probability that an upload is lost on its way", 0, 1)
+    joiners: int = whole(0, "devices (the last ones) that join late", 0)
+    join_round: int = whole(1, "the round after which they join", 1)
+
+
+@dataclass(frozen=True)
+class Run:
+    """How it is computed and what is kept."""
+
+    seed: int = whole(0, "seed of everything random: split, start, devices, samples", 0)
+    executor: str = choice(
+        AUTO,
+        "one device after another, or side by side; auto: side by side where it is faster",
+        AUTO,
+        "sequential",
+        "vectorised",
+    )
+    slots: int = whole(0, "most devices side by side; 0: all active ones", 0)
+    processes: int | str = whole(
+        AUTO,
+        "processes that share a round's devices; auto: one per core on Linux, 1 where there is a GPU",
+        1,
+        also=(AUTO,),
+    )
+    device: str = text(AUTO, "cpu, cuda, mps; auto: cuda where there is one, else cpu")
+    dtype: str = choice("float32", "floating-point type", "float32", "float64")
+    gaps: bool = choice(False, "log the optimality gaps of the theory at every evaluation (slow)", True, False)
+    evaluate_every: int = whole(1, "rounds between evaluations", 1)
+    checkpoint_seconds: float = real(30.0, "seconds between checkpoints; 0: one after every round", 0)

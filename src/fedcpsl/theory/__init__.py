@@ -1,0 +1,58 @@
+"""The quantities that the paper's analysis (Section IV) speaks of: gaps, step-size limits, and what they promise."""
+
+from fedcpsl.theory.bounds import (
+    Constants,
+    PersonalBound,
+    PersonalConstants,
+    Start,
+    eta_c_limit,
+    eta_limit,
+    eta_v_limit,
+    gap_bound,
+    mixing,
+    mixing_limit,
+    noise,
+    personal_eta_limit,
+    personal_gap_bound,
+    potential,
+)
+from fedcpsl.theory.estimates import LowerEstimate, constants_of, lipschitz_lower_estimate, start_of
+from fedcpsl.theory.gaps import (
+    Gap,
+    Objectives,
+    all_samples,
+    control_error,
+    gap,
+    objectives,
+    personal_gap,
+    virtual_labels,
+)
+
+__all__ = [
+    "Constants",
+    "Gap",
+    "LowerEstimate",
+    "Objectives",
+    "PersonalBound",
+    "PersonalConstants",
+    "Start",
+    "all_samples",
+    "constants_of",
+    "control_error",
+    "eta_c_limit",
+    "eta_limit",
+    "eta_v_limit",
+    "gap",
+    "gap_bound",
+    "lipschitz_lower_estimate",
+    "mixing",
+    "mixing_limit",
+    "noise",
+    "objectives",
+    "personal_eta_limit",
+    "personal_gap",
+    "personal_gap_bound",
+    "potential",
+    "start_of",
+    "virtual_labels",
+]

@@ -1,0 +1,155 @@
+"""Comparisons and sweeps, by running them: paired over seeds, resumed after a kill, every run's folder kept."""
+
+import csv
+import json
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from fedcpsl.config import Config
+from fedcpsl.errors import InputError
+from fedcpsl.runs.comparison import compare_plan, full_name, interval, sweep_plan
+
+from .command import fedcpsl, spawn
+
+QUICK = ["--rounds", "3", "--devices", "4", "--active", "2", "--set", "model.hidden=[8]"]
+
+
+def test_algorithms_are_compared_over_seeds(tmp_path):
+    options = ["--algorithms", "fedcpsl,fedshvr,local", "--seeds", "2", "--reach", "0.05,0.999", *QUICK]
+    done = fedcpsl("compare", *options, "--out", "c", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "fedshvr" in done.stdout
+    assert "±" in done.stdout
+    folder = tmp_path / "c"
+    assert {p.name for p in (folder / "runs").iterdir()} == {
+        f"{name}-seed{seed}" for name in ("fedcpsl", "fedshvr", "local") for seed in (0, 1)
+    }
+    assert {"comparison.json", "config.toml", "results.csv", "summary.json", "report.html", "plots"} <= {
+        p.name for p in folder.iterdir()
+    }
+    with (folder / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 6
+    summary = json.loads((folder / "summary.json").read_text())
+    first, _, local = summary["cases"]
+    by_hand = [float(r["personal"]) for r in rows if r["case"] == "fedcpsl"]
+    assert first["personal"]["mean"] == pytest.approx(np.mean(by_hand))
+    assert first["difference"] is None
+    of_local = [float(r["personal"]) for r in rows if r["case"] == "local"]
+    assert local["difference"]["mean"] == pytest.approx(np.mean(np.subtract(of_local, by_hand)))
+    assert local["global"] is None
+    assert local["uplink_bytes"]["mean"] == 0
+    assert [r["runs"] for r in first["reach"]] == [2, 0]
+    splits = [json.loads((folder / "runs" / f"{n}-seed1" / "manifest.json").read_text()) for n in ("fedcpsl", "local")]
+    assert splits[0]["split_sha256"] == splits[1]["split_sha256"]
+    shown = fedcpsl("show", "c", cwd=tmp_path)
+    assert "paired by seed" in shown.stdout
+    assert json.loads(fedcpsl("show", "c", "--json", cwd=tmp_path).stdout)["seeds"] == [0, 1]
+    again = fedcpsl("compare", *options, "--out", "c", cwd=tmp_path)
+    assert (again.returncode, "exists already" in again.stderr) == (2, True)
+
+
+def test_a_run_in_company_is_the_run_alone(tmp_path):
+    assert (
+        fedcpsl("compare", "--algorithms", "apfl", "--seeds", "1", *QUICK, "--out", "c", cwd=tmp_path).returncode == 0
+    )
+    assert fedcpsl("run", "--algorithm", "apfl", *QUICK, "--out", "r", cwd=tmp_path).returncode == 0
+    alone, together = tmp_path / "r", tmp_path / "c" / "runs" / "apfl-seed0"
+    assert (alone / "models.safetensors").read_bytes() == (together / "models.safetensors").read_bytes()
+
+
+def test_killed_and_resumed_it_ends_the_same(tmp_path):
+    options = ["--algorithms", "fedcpsl,apfl", "--seeds", "2", *QUICK, "--rounds", "40"]
+    straight = fedcpsl("compare", *options, "--out", "a", cwd=tmp_path)
+    assert straight.returncode == 0, straight.stderr
+    process = spawn("compare", *options, "--out", "b", cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "b" / "runs" / "apfl-seed0" / "metrics.jsonl").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    unfinished = fedcpsl("show", "b", cwd=tmp_path)
+    assert (unfinished.returncode, "--resume b" in unfinished.stderr) == (2, True)
+    (tmp_path / "b" / "runs" / "apfl-seed1").mkdir()  # as if killed before its config was written
+    resumed = fedcpsl("compare", "--resume", "b", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    for run in (tmp_path / "a" / "runs").iterdir():
+        other = tmp_path / "b" / "runs" / run.name
+        assert (run / "models.safetensors").read_bytes() == (other / "models.safetensors").read_bytes()
+
+
+def test_asked_to_stop_it_says_how_to_go_on(tmp_path):
+    process = spawn("compare", "--algorithms", "fedcpsl", *QUICK, "--rounds", "2000", "--out", "c", cwd=tmp_path)
+    while not (tmp_path / "c" / "runs" / "fedcpsl-seed0" / "metrics.jsonl").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "fedcpsl compare --resume c" in errors
+
+
+def test_a_sweep_has_every_combination_and_a_heat_map(tmp_path):
+    options = ["--grid", "alpha_p=.01,.1", "--grid", "beta=.5,.75,1", "--seeds", "1", "--set", "data.validation=0.2"]
+    done = fedcpsl("sweep", *options, *QUICK, "--out", "s", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "s" / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {(r["algorithm.alpha_p"], r["algorithm.beta"]) for r in rows} == {
+        (p, b) for p in ("0.01", "0.1") for b in ("0.5", "0.75", "1")
+    }
+    assert "validation" in done.stdout
+    picture = (tmp_path / "s" / "plots" / "sweep.svg").read_text()
+    assert "alpha_p" in picture
+    assert "<image" in picture
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["compare", "--algorithms", "fedcpsl,fedcpls"], "did you mean 'fedcpsl'"),
+        (["compare", "--algorithms", "apfl,apfl"], "'apfl' stands there twice"),
+        (["compare", "--algorithms", ","], "--algorithms: give some"),
+        (["compare", "--seeds", "0"], "--seeds 0: give a whole number"),
+        (["compare", "--reach", "95"], "accuracies from 0 to 1"),
+        (["compare", "--beta", "7"], "algorithm.beta = 7"),
+        (["compare", "--resume", "nowhere"], "not a comparison's folder"),
+        (["compare", "--resume", "x", "--seeds", "2"], "give it alone"),
+        (["sweep"], "--grid: say what to sweep"),
+        (["sweep", "--grid", "alpah_p=1"], "did you mean 'alpha_p'"),
+        (["sweep", "--grid", "beta=.5,3"], "algorithm.beta = 3: give"),
+        (["sweep", "--grid", "beta"], "give it as SETTING=A,B"),
+        (["sweep", "--grid", "seed=1,2"], "give --seeds N"),
+        (["sweep", "--grid", "name=a,b"], "in several sections"),
+    ],
+)
+def test_bad_comparisons_get_one_line_and_write_nothing(command, words, tmp_path):
+    done = fedcpsl(*command, *([] if "--resume" in command else QUICK), cwd=tmp_path)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_interval_is_students():
+    """1, 2, 3: mean 2, s = 1, s/sqrt(3) = 0.5774, t(0.975, 2) = 4.3027, half width 2.4841."""
+    assert interval([1.0, 2.0, 3.0]) == {"mean": 2.0, "half_width": pytest.approx(2.4841, abs=1e-4)}
+    assert interval([1.0]) == {"mean": 1.0, "half_width": None}
+    assert interval([1.0, None]) is None
+
+
+def test_plans():
+    plan = compare_plan(Config(), ["fedcpsl", "fedshvr"], 3, [0.9])
+    assert plan.seeds == [0, 1, 2]
+    assert plan.cases[1].settings["work.active"] == "auto"  # it is defined for everybody
+    assert full_name("alpha_p") == "algorithm.alpha_p"
+    assert full_name("work.amount") == "work.amount"
+    with pytest.raises(InputError, match="no such setting"):
+        full_name("work.amuont")
+    swept = sweep_plan(Config(), {"algorithm.gamma": [0.1, 0.2], "work.amount": [1, 2]}, 1, [])
+    assert [case.name for case in swept.cases][:2] == ["gamma=0.1, amount=1", "gamma=0.1, amount=2"]

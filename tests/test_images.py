@@ -1,0 +1,94 @@
+"""A folder of images: device/label/*.png with device/unlabelled/."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedcpsl.config import Data
+from fedcpsl.data.roles import UNLABELLED
+from fedcpsl.data.sources import load_federation
+from fedcpsl.errors import InputError
+
+from .command import fedcpsl
+
+
+def picture(path, value, mode="L", size=(20, 18)):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    colour = value if mode == "L" else (value, 255 - value, 7)
+    Image.new(mode, size, colour).save(path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    top = tmp_path / "photos"
+    for device in ("ann", "bob"):
+        for i in range(6):
+            picture(top / device / "day" / f"{i}.png", 200 + i)
+            picture(top / device / "night" / f"{i}.png", 10 + i)
+        picture(top / device / "unlabelled" / "x.png", 100)
+    return top
+
+
+def load(folder):
+    return load_federation(Data(file=str(folder)), seed=0)
+
+
+def test_grey_images(folder):
+    federation = load(folder)
+    assert federation.names == ("ann", "bob")
+    assert federation.class_names == ("day", "night")
+    assert federation.x.shape == (26, 1, 18, 20)
+    assert federation.x.dtype == np.uint8
+    assert sorted(federation.x[federation.y == 0][:6, 0, 0, 0].tolist()) == [200, 201, 202, 203, 204, 205]
+    assert (federation.role[federation.y == -1] == UNLABELLED).all()
+    assert (federation.y == -1).sum() == 2
+
+
+def test_one_image_in_colour_makes_all_of_them_colour(folder):
+    picture(folder / "bob" / "day" / "c.jpg", 30, "RGB")
+    federation = load(folder)
+    assert federation.x.shape == (27, 3, 18, 20)
+
+
+def test_training_on_images_from_the_command_line(folder):
+    done = fedcpsl("run", "--data", "photos", "--rounds", "2", "--out", "a", cwd=folder.parent)
+    assert done.returncode == 0, done.stderr
+    assert 'name = "cnn"' in (folder.parent / "a" / "config.toml").read_text()
+
+
+def broken_image(folder):
+    (folder / "ann" / "day" / "0.png").write_bytes(b"\x89PNG\r\n\x1a\n nothing more")
+
+
+def truncated_image(folder):
+    path = folder / "ann" / "day" / "0.png"
+    path.write_bytes(path.read_bytes()[:45])
+
+
+def only_unlabelled(folder):
+    for path in [p for p in folder.rglob("*.png") if p.parent.name != "unlabelled"]:
+        path.unlink()
+
+
+def empty(folder):
+    for path in folder.rglob("*.png"):
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (broken_image, "0.png: not a readable image"),
+        (truncated_image, "0.png: not a readable image"),
+        (lambda f: picture(f / "ann" / "day" / "big.png", 3, size=(40, 18)), "big.png: is 40 x 18 where"),
+        (lambda f: (f / "ann" / "day" / "notes.txt").write_text("hello"), "notes.txt: not an image"),
+        (lambda f: picture(f / "ann" / "loose.png", 3), "loose.png: images belong into"),
+        (only_unlabelled, "no image has a label"),
+        (empty, "has no images"),
+    ],
+)
+def test_a_bad_folder_is_named(folder, spoil, words):
+    spoil(folder)
+    with pytest.raises(InputError, match=words) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
