@@ -138,7 +138,7 @@ BAD_SETTINGS = [
     (["--bta", "1"], "did you mean '--beta'"),
     (["--data", "nowhere.npz"], "nowhere.npz: no such file"),
     (["nowhere.toml"], "nowhere.toml: no such config file"),
-    (["--model"], "no such option"),
+    (["--modle", "mlp"], "did you mean '--model'"),
     (["--set", "model.name=torch.nn:Nothing"], "cannot be imported"),
 ]
 

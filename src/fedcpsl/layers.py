@@ -46,7 +46,10 @@ def differentiated_by_hand(layers: list[Layer]) -> bool:
     """Whether no layer from the first with parameters on needs autograd."""
     learning = [bool(layer.names) for layer in layers]
     first = learning.index(True) if True in learning else len(layers)
-    return all(is_matmul(layer) or isinstance(layer.module, nn.ReLU) for layer in layers[first:])
+    return all(
+        is_matmul(layer) or isinstance(layer.module, nn.ReLU) or _flattens_samples(layer.module)
+        for layer in layers[first:]
+    )
 
 
 class Matrices(NamedTuple):
@@ -122,6 +125,8 @@ def forward(bound: list[Bound], x: Tensor, keys: Tensor | None) -> tuple[Tensor,
             x, pull = _linear(x, part.matrices, part.matrix_totals)
         elif isinstance(part.layer.module, nn.ReLU):
             x, pull = _relu(x)
+        elif _flattens_samples(part.layer.module):
+            x, pull = _flatten(x)
         else:
             x, pull = _other(part, x, keys)
         if part.learning:
@@ -162,13 +167,22 @@ def _linear(x: Tensor, matrices: Matrices, totals: Totals | None) -> tuple[Tenso
         else:
             totals.each.baddbmm_(each.mT, rows)
         if totals.bias is not None:
-            totals.bias.add_(each.sum(1, keepdim=True))
+            totals.bias.baddbmm_(each.new_ones(1, 1, 1).expand(len(each), 1, each.shape[1]), each)  # the sum of rows
         if not to_x:
             return None
         x_gradient = torch.bmm(each, matrices.each).view(slots, models, *between, -1)
         return x_gradient.sum(1, keepdim=True) if shared else x_gradient
 
     return y.view(slots, models, *between, out), pull
+
+
+def _flattens_samples(module: nn.Module) -> bool:
+    return isinstance(module, nn.Flatten) and (module.start_dim, module.end_dim) == (1, -1)
+
+
+def _flatten(x: Tensor) -> tuple[Tensor, Pull]:
+    shape = x.shape
+    return x.flatten(3), lambda gradient, _: gradient.view(*gradient.shape[:3], *shape[3:])
 
 
 def _relu(x: Tensor) -> tuple[Tensor, Pull]:

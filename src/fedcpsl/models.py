@@ -37,6 +37,7 @@ def choose_model(name: str, shape: Sequence[int], dataset: str) -> str:
 
 def make_model(name: str, hidden: Sequence[int], shape: Sequence[int], classes: int) -> nn.Module:
     """A model by name, or from `package.module:function` called with (input shape, classes)."""
+    assert name != AUTO, "choose_model decides first"
     if ":" in name:
         return _own_model(name, shape, classes)
     if name == "mlp":
@@ -127,9 +128,9 @@ class ResidualBlock(nn.Module):
 def cnn1d(shape: Sequence[int], classes: int) -> nn.Sequential:
     """A small CNN for windows of sensor signals of any length. 6 x 128 and 6 classes make 12,262 parameters.
 
-    Chosen on smartphone activity recognition with few labels, where more or wider layers, separate groups and dropout
-    gained nothing. One norm over all channels keeps what their mean levels say of each other, such as which way is
-    down; the mean and the peak over time together tell more than either.
+    Chosen on smartphone activity recognition with few labels, where more layers, wider kernels and dropout gained
+    nothing. Each norm is over all channels, so that how they compare (which way is down) is not normalised away; the
+    mean and the peak over time did better than the mean alone.
     """
     if len(shape) != 2:
         raise InputError(_misfit("cnn1d", "signals [channels, time]", shape))

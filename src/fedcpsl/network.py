@@ -120,7 +120,7 @@ class Network:
         log_h = torch.log_softmax(outputs, -1)
         costs, gradient = slope(log_h.view(*lead, *log_h.shape[2:]))
         gradient = gradient.reshape(log_h.shape)
-        backward(pulls, gradient.addcmul(log_h.exp(), gradient.sum(-1, keepdim=True), value=-1))
+        backward(pulls, torch.ops.aten._log_softmax_backward_data(gradient, log_h, -1, log_h.dtype))
         return costs
 
     def _lead(self, leaves: Leaves) -> torch.Size:

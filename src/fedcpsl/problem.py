@@ -96,8 +96,8 @@ def local_cost_and_slope(log_h: Tensor, target: Tensor, weights: Weights) -> tup
     """
     flattening = log_h.exp().mul_(weights.regulariser[..., None])  # alpha_r w_U h
     slope = torch.addcmul(flattening, weights.loss[..., None], target, value=-1)
-    constants = 2 * log(log_h.shape[-1]) - torch.special.entr(target).sum(-1)  # R less <h, log h>
-    cost = (slope * log_h).sum((-2, -1)) + (weights.regulariser * constants).sum(-1)
+    constants = torch.special.entr(target).neg_().add_(2 * log(log_h.shape[-1]) / log_h.shape[-1])  # R less <h, log h>
+    cost = (slope * log_h).addcmul_(weights.regulariser[..., None], constants).sum((-2, -1))
     return cost, slope.addcmul_(flattening, log_h)
 
 

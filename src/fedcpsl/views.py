@@ -1,6 +1,7 @@
 """Views of tensors, made once and kept for as long as the same tensors are asked about."""
 
 from collections.abc import Callable
+from operator import is_not
 from typing import ParamSpec, TypeVar
 
 Given = ParamSpec("Given")
@@ -19,7 +20,7 @@ def remembered(make: Callable[Given, Made]) -> Callable[Given, Made]:
     def remember(*arguments: Given.args, **named: Given.kwargs) -> Made:
         nonlocal given
         asked = (*arguments, *named.values())
-        if not made or len(asked) != len(given) or any(a is not b for a, b in zip(asked, given, strict=True)):
+        if not made or len(asked) != len(given) or any(map(is_not, asked, given)):
             made[:] = [make(*arguments, **named)]
             given = asked
         return made[0]

@@ -73,8 +73,8 @@ def _one(
     device: Device = map_tensors(lambda t: t[task.device].clone(), devices)
     feed = _of_slots(_feed(setup, group, broadcast), 0)
     local = algorithm.begin(method, hyper, broadcast, device)
-    for t in range(task.steps):
-        local = algorithm.step(method, hyper, local, _samples(setup, targets, feed, t))
+    for samples in _minibatches(setup, targets, feed, range(task.steps)):
+        local = algorithm.step(method, hyper, local, samples)
     steps = torch.tensor(task.steps, device=targets.device)
     device, upload = algorithm.finish(method, hyper, broadcast, device, local, steps)
     add_slot = lambda t: t[None]  # noqa: E731
@@ -103,8 +103,8 @@ def _side_by_side(
         local = map_tensors(lambda t, n=slots: t[:n], local)
         running: Hyper = map_tensors(lambda t, n=slots: t[:n], hyper)
         fed = _of_slots(feed, slice(0, slots))
-        for t in steps:
-            local = algorithm.step(method, running, local, _samples(setup, targets, fed, t))
+        for samples in _minibatches(setup, targets, fed, steps):
+            local = algorithm.step(method, running, local, samples)
     local = map_tensors(lambda *pieces: torch.cat(pieces), local, *done)
     steps_done = torch.tensor([task.steps for task in longest_first], device=targets.device)
     device, upload = algorithm.finish(method, hyper, broadcast, device, local, steps_done)
@@ -201,14 +201,16 @@ def _of_slots(feed: Feed, slots: int | slice) -> Feed:
     )
 
 
-def _samples(setup: Setup, targets: Tensor, feed: Feed, t: int) -> Samples:
-    rows = feed.rows[t]
-    flat = rows.flatten()
-    return Samples(
-        x=setup.shelf.x.index_select(0, flat).view(*rows.shape, *setup.shelf.x.shape[1:]),
-        target=targets.index_select(0, flat).view(*rows.shape, -1),
-        labelled=feed.labelled,
-        unlabelled=feed.unlabelled,
-        keys=None if feed.keys is None else feed.keys[t],
-        partner=None if feed.partner is None or feed.partner_rows is None else feed.partner[feed.partner_rows[t]],
-    )
+def _minibatches(setup: Setup, targets: Tensor, feed: Feed, steps: range) -> Iterator[Samples]:
+    """The samples of some steps, gathered one step at a time."""
+    x, shape = setup.shelf.x, feed.rows.shape[1:]
+    all_rows = feed.rows[steps.start : steps.stop].reshape(len(steps), -1).unbind()
+    for t, rows in zip(steps, all_rows, strict=True):
+        yield Samples(
+            x=x.index_select(0, rows).view(*shape, *x.shape[1:]),
+            target=targets.index_select(0, rows).view(*shape, -1),
+            labelled=feed.labelled,
+            unlabelled=feed.unlabelled,
+            keys=None if feed.keys is None else feed.keys[t],
+            partner=None if feed.partner is None or feed.partner_rows is None else feed.partner[feed.partner_rows[t]],
+        )

@@ -53,9 +53,10 @@ def shared_rounds(
         shares = share_out(plan, len(pipes))
         for pipe, share in zip(pipes, shares, strict=True):
             _ask(pipe.send, share)
-        for pipe, share in zip(pipes, shares, strict=True):
-            for _group in range(0, len(share), setup.slots or 1):
-                yield _received(_ask(pipe.recv))
+        with _one_thread():
+            for pipe, share in zip(pipes, shares, strict=True):
+                for _group in range(0, len(share), setup.slots or 1):
+                    yield _received(_ask(pipe.recv))
 
     try:
         yield devices, targets, run
@@ -65,6 +66,17 @@ def shared_rounds(
         for process in processes:
             process.join(timeout=5)
             process.kill()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """While workers use the other cores, threads of our own would only wait for them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def share_out(plan: Sequence[DeviceRound], shares: int) -> list[list[DeviceRound]]:
@@ -126,8 +138,7 @@ def _ask(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _sendable(finished: Finished) -> tuple[Any, ...]:
-    to_numpy = lambda t: t.numpy()  # noqa: E731
-    device, upload = (tuple(map(to_numpy, state)) for state in (finished.device, finished.upload))
+    device, upload = (tuple(tensor.numpy() for tensor in state) for state in (finished.device, finished.upload))
     return finished.group, device, upload, finished.costs.numpy()
 
 
