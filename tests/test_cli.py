@@ -101,6 +101,36 @@ def test_own_data_with_a_beta_per_device_and_lost_uploads(tmp_path):
     assert (tmp_path / "a" / "devices.csv").read_text().splitlines()[1].startswith("0,a,")
 
 
+def test_gaps_are_logged_on_request(tmp_path):
+    assert fedcpsl("run", *QUICK, "--gaps", "--out", "a", cwd=tmp_path).returncode == 0
+    lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        gaps = line["gaps"]
+        assert gaps["total"] == pytest.approx(gaps["grad_norm_sq"] + 31 / 64 * gaps["label_change_sq"])
+        assert gaps["personal"] > 0
+    alone = fedcpsl("run", *QUICK, "--gaps", "--algorithm", "local", "--out", "b", cwd=tmp_path)
+    assert (alone.returncode, "run.gaps = true: local has no server" in alone.stderr) == (2, True)
+
+
+def test_devices_on_their_own_from_the_command_line(tmp_path):
+    done = fedcpsl("run", *QUICK, "--algorithm", "local-pseudo", "--out", "a", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    final = json.loads(fedcpsl("show", "a", "--json", cwd=tmp_path).stdout)
+    assert final["global"] is None
+    assert (final["uplink_bytes"], final["downlink_bytes"]) == (0, 0)
+    assert final["personal"] == final["localized"]
+
+
+def test_personal_rounds_from_the_command_line_come_after_the_others(tmp_path):
+    options = ["--set", "work.personal_rounds=2", "--set", "work.two_phase=true"]
+    done = fedcpsl("run", *QUICK, *options, "--out", "a", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [0, 1, 2, 3, 4, 5]
+    assert [line["localized"] is None for line in lines] == [True] * 4 + [False] * 2
+    assert lines[3]["uplink_bytes"] == lines[5]["uplink_bytes"]
+
+
 def test_dry_run_prints_and_writes_nothing(tmp_path):
     done = fedcpsl("run", "--dry-run", *QUICK, "--set", "work.unit=hlu", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

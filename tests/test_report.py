@@ -20,6 +20,24 @@ def run(tmp_path_factory):
     return folder / "a"
 
 
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    grids = ["--grid", "beta=.25,.75", "--grid", "gamma=0,.8", "--grid", "amount=1,2"]
+    done = fedcpsl("sweep", *grids, "--seeds", "2", *QUICK, "--out", "s", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "s"
+
+
+def test_the_page_of_a_sweep_is_complete_and_needs_nothing_else(sweep):
+    page = (sweep / "report.html").read_text()
+    assert page.count("<svg") == 2
+    assert "beta=0.25, gamma=0, amount=1" in page
+    links = re.findall(r'(?:src|href)="([^"]+)"', page)
+    assert [link for link in links if not link.startswith(("#", "data:"))] == []
+    assert len(page) < 2_000_000
+
+
 def test_the_page_is_complete_and_needs_nothing_else(run):
     page = (run / "report.html").read_text()
     for words in ("Accuracy by round", "Accuracy per device", "How to run it again", "personal accuracy"):
@@ -40,7 +58,9 @@ def test_plots_and_table_agree_with_the_metrics(run):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (Debian: apt-get install chromium)")
-def test_a_browser_draws_it_without_complaint(run, tmp_path):
+@pytest.mark.parametrize("page", ["run", "sweep"])
+def test_a_browser_draws_it_without_complaint(page, request, tmp_path):
+    run = request.getfixturevalue(page)
     picture = tmp_path / "page.png"
     done = subprocess.run(
         [

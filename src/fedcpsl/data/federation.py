@@ -137,6 +137,10 @@ def federate(source: Source, shares: Shares, *, normalise: bool, seed: int) -> F
         raise InputError(
             f"data.labelled has {len(shares.labelled)} values for {len(source.names)} devices; give one each, or one"
         )
+    if shares.labelled_devices is not None and shares.labelled_devices > len(source.names):
+        raise InputError(
+            f"data.labelled_devices = {shares.labelled_devices}: there are only {len(source.names)} devices"
+        )
     held = source.device >= 0
     x, y, device, test = source.x, source.y, source.device, source.test
     if not held.all():  # classes that no device holds; else spare a large copy

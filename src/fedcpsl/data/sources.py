@@ -47,8 +47,6 @@ def resolve(data: config.Data) -> config.Data:
     labelled = (1.0 if dataset == "own" else 0.1) if data.labelled == config.AUTO else data.labelled
     if isinstance(labelled, list) and data.labelled_by == "overall":
         raise InputError('data.labelled_by = "overall": takes one share for all; give data.labelled as one number')
-    if data.labelled_devices != "all" and int(data.labelled_devices) > data.devices and partition != "natural":
-        raise InputError(f"data.labelled_devices = {data.labelled_devices}: there are only {data.devices} devices")
     normalise = "standard" if data.normalise == config.AUTO else data.normalise
     return replace(data, dataset=dataset, partition=partition, labelled=labelled, normalise=normalise)
 
