@@ -1,10 +1,14 @@
 """CSV, Parquet, pandas and polars: good tables, and every bad one in one line."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pandas as pd
 import polars as pl
 import pyarrow as pa
 import pytest
+from pyarrow import csv
 
 from fedcpsl.config import Data
 from fedcpsl.data.federation import Federation
@@ -162,6 +166,26 @@ def test_a_run_on_a_table(tmp_path):
 def test_what_is_not_a_frame_is_refused():
     with pytest.raises(InputError, match="not a table"):
         Federation.from_frame({"a": [1]}, label="y", device="d")
+
+
+def test_a_csv_is_read_within_twice_its_size_in_memory(tmp_path):
+    """In a process of its own; what importing takes is left out."""
+    path = tmp_path / "large.csv"
+    rng = np.random.default_rng(0)
+    columns = {f"f{i}": rng.normal(size=200_000).round(4) for i in range(50)}
+    table = pa.table(columns | {"kind": rng.choice(["", "a", "b"], 200_000), "phone": rng.integers(0, 50, 200_000)})
+    csv.write_csv(table, path)
+    script = (
+        "import resource, sys; from pathlib import Path; import pyarrow.csv\n"
+        "from fedcpsl.data.tables import Columns, read_table\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "before = peak(); source = read_table(Path(sys.argv[1]), Columns('kind', 'phone'))\n"
+        "print(source.x.shape[0], peak() - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, check=True)
+    rows, used = map(int, done.stdout.split())
+    assert rows == 200_000
+    assert used < 2 * path.stat().st_size
 
 
 def test_large_tables_take_little_more_than_their_size():
