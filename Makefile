@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-.PHONY: demo test check lint docs bench uplink clean
+.PHONY: demo test check lint docs bench uplink large-table clean
 
 demo: .venv/ready
 	$(BIN)/fedcpsl run
@@ -26,6 +26,9 @@ check: lint docs test
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/mnist_cpu.py
+
+large-table: .venv/ready-dev
+	@$(BIN)/python benchmarks/large_table.py
 
 uplink: .venv/ready
 	@$(BIN)/python benchmarks/uplink.py

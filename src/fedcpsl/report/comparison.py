@@ -170,7 +170,7 @@ def _page(folder: Path, summary: Mapping[str, Any], pictures: Mapping[str, str])
         "sweep": "Mean personal accuracy over seeds, %: on validation samples where there are some, else on the tests.",
     }
     figures = "".join(
-        f"<section><figure{' class=natural' * (name == 'sweep')}>{inline_svg(svg)}<figcaption>{words[name]}</figcaption></figure></section>"
+        f'<section><figure class="{name}">{inline_svg(svg)}<figcaption>{words[name]}</figcaption></figure></section>'
         for name, svg in sorted(pictures.items(), reverse=True)
     )
     body = (

@@ -120,7 +120,7 @@ _STYLE = """
 *{box-sizing:border-box}body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.55 system-ui,sans-serif}
 main{max-width:60rem;margin:0 auto;padding:2.5rem 1.25rem}h1{font-size:2rem;margin:0}h1 span{color:var(--soft);font-weight:400}
 h2{font-size:1.15rem;margin:2.5rem 0 .75rem}header p,figcaption,footer{color:var(--soft)}figure{margin:0}
-figure svg{width:100%;height:auto;display:block}figure.natural svg{width:auto;max-width:100%}figcaption{font-size:.85rem;margin-top:.4rem}
+figure svg{width:100%;height:auto;display:block}figure.sweep svg{width:auto;max-width:100%}figcaption{font-size:.85rem;margin-top:.4rem}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(8rem,1fr));gap:.75rem;margin-top:1.75rem}
 .card{background:var(--card);border-radius:.6rem;padding:.9rem 1rem;display:flex;flex-direction:column}
 .card b{font-size:1.45rem;font-variant-numeric:tabular-nums}.card:first-child b{color:var(--accent)}
