@@ -131,5 +131,6 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "--seed": "run.seed",
         "--executor": "run.executor",
         "--device": "run.device",
+        "--precision": "run.precision",
     }
 )

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedcpsl.algorithm import Hyper, map_tensors
 from fedcpsl.simulation import State
 from fedcpsl.simulation.shelf import Held
 
@@ -98,13 +99,13 @@ def predict(state: State, held: Held, earlier: Predictions | None = None) -> Pre
         return Predictions(general, general, None, versions)
     known = earlier if earlier is not None and earlier.localized is not None else None
     localized = x.new_empty(len(x), network.classes) if known is None else known.localized.clone()  # type: ignore[union-attr]
-    personal = torch.empty_like(localized)
-    for i in range(setup.devices):
+    changed = range(setup.devices) if known is None else np.flatnonzero(known.made_by != versions).tolist()
+    for i in changed:
         rows = held.rows(i)
-        if known is None or known.made_by[i] != versions[i]:
-            localized[rows] = network.log_probabilities(state.devices.theta_lc[i], x[rows])
-        of_theta = localized[rows] if general is None else general[rows]
-        personal[rows] = setup.algorithm.predict(method, state.hyper(i), of_theta, localized[rows])
+        localized[rows] = network.log_probabilities(state.devices.theta_lc[i], x[rows])
+    of_theta = localized if general is None else general
+    hyper: Hyper = map_tensors(lambda t: t[held.device], setup.hyper)  # every sample a slot of its own
+    personal = setup.algorithm.predict(method, hyper, of_theta[:, None], localized[:, None])[:, 0]
     return Predictions(personal, general, localized, versions)
 
 
@@ -116,11 +117,9 @@ def pseudo_label_accuracy(state: State) -> float | None:
     labelled_once = state.active_rounds > setup.warm_up
     if setup.two_phase and state.round > setup.rounds:
         labelled_once = np.ones_like(labelled_once)
-    right = known = 0
-    for i in np.flatnonzero(labelled_once).tolist():
-        truth = setup.shelf.truth[setup.shelf.unlabelled_rows(i)]
-        right += int((state.nu(i).argmax(-1) == truth)[truth >= 0].sum())
-        known += int((truth >= 0).sum())
+    shelf = setup.shelf
+    judged = torch.from_numpy(labelled_once).to(shelf.device.device)[shelf.device] & shelf.hidden & (shelf.truth >= 0)
+    right, known = torch.stack([((state.targets.argmax(-1) == shelf.truth) & judged).sum(), judged.sum()]).tolist()
     return right / known if known else None
 
 

@@ -189,6 +189,9 @@ class Run:
     )
     device: str = text(AUTO, "cpu, cuda, mps; auto: cuda where there is one, else cpu")
     dtype: str = choice("float32", "floating-point type", "float32", "float64")
+    precision: str = choice(
+        "ieee", "how a GPU multiplies float32 numbers: exactly as IEEE says, or faster and coarser", "ieee", "tf32"
+    )
     gaps: bool = choice(False, "log the optimality gaps of the theory at every evaluation (slow)", True, False)
     evaluate_every: int = whole(1, "rounds between evaluations", 1)
     checkpoint_seconds: float = real(30.0, "seconds between checkpoints; 0: one after every round", 0)

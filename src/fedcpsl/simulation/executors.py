@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedcpsl.algorithm import Broadcast, Device, Hyper, Local, Upload, map_tensors
+from fedcpsl.algorithm import Broadcast, Device, Hyper, Local, Method, Upload, map_tensors
 from fedcpsl.problem import Samples
 from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation.setup import Setup
@@ -36,11 +36,17 @@ class Feed(NamedTuple):
     partner_rows: Tensor | None = None  # [steps, slots, batch]: where a sample's row is there
 
 
+LocalSteps = Callable[[Setup, Method, Hyper, Local, Feed, Tensor, Sequence[int]], Local]
 LocalRounds = Callable[[Setup, Sequence[DeviceRound], Device, Tensor, Broadcast], Iterator[Finished]]
 
 
 def local_rounds(
-    setup: Setup, plan: Sequence[DeviceRound], devices: Device, targets: Tensor, broadcast: Broadcast
+    setup: Setup,
+    plan: Sequence[DeviceRound],
+    devices: Device,
+    targets: Tensor,
+    broadcast: Broadcast,
+    take_steps: LocalSteps | None = None,
 ) -> Iterator[Finished]:
     """New pseudo-labels for the planned devices, then their local steps, group by group, in device order."""
     if setup.method.parts.unlabelled:
@@ -50,7 +56,10 @@ def local_rounds(
     size = setup.slots or 1
     for first in range(0, len(plan), size):
         group = plan[first : first + size]
-        yield (_side_by_side if setup.slots else _one)(setup, group, devices, targets, broadcast)
+        if setup.slots:
+            yield _side_by_side(setup, group, devices, targets, broadcast, take_steps or steps_one_by_one)
+        else:
+            yield _one(setup, group, devices, targets, broadcast)
 
 
 def _relabel(setup: Setup, device: int, devices: Device, targets: Tensor, broadcast: Broadcast) -> None:
@@ -77,19 +86,19 @@ def _one(
         local = algorithm.step(method, hyper, local, samples)
     steps = torch.tensor(task.steps, device=targets.device)
     device, upload = algorithm.finish(method, hyper, broadcast, device, local, steps)
-    add_slot = lambda t: t[None]  # noqa: E731
-    return Finished(
-        list(group),
-        map_tensors(add_slot, device),
-        map_tensors(add_slot, upload),
-        local.costs[None] / task.steps,
-    )
+    device, upload = (map_tensors(lambda t: t[None], state) for state in (device, upload))
+    return Finished(list(group), device, upload, local.costs[None] / task.steps)
 
 
 def _side_by_side(
-    setup: Setup, group: Sequence[DeviceRound], devices: Device, targets: Tensor, broadcast: Broadcast
+    setup: Setup,
+    group: Sequence[DeviceRound],
+    devices: Device,
+    targets: Tensor,
+    broadcast: Broadcast,
+    take_steps: LocalSteps,
 ) -> Finished:
-    """All slots at once, longest first: those that are done drop off the end, so no step is wasted."""
+    """All slots at once, those with most steps first."""
     algorithm, method = setup.algorithm, setup.method_of(group[0])
     longest_first = sorted(group, key=lambda task: -task.steps)
     index = torch.tensor([task.device for task in longest_first], device=targets.device)
@@ -97,15 +106,7 @@ def _side_by_side(
     device: Device = map_tensors(lambda t: t[index], devices)
     feed = _feed(setup, longest_first, broadcast)
     local = algorithm.begin(method, hyper, broadcast, device)
-    done: list[Local] = []
-    for steps, slots in _stretches([task.steps for task in longest_first]):
-        done.insert(0, map_tensors(lambda t, n=slots: t[n:], local))
-        local = map_tensors(lambda t, n=slots: t[:n], local)
-        running: Hyper = map_tensors(lambda t, n=slots: t[:n], hyper)
-        fed = _of_slots(feed, slice(0, slots))
-        for samples in _minibatches(setup, targets, fed, steps):
-            local = algorithm.step(method, running, local, samples)
-    local = map_tensors(lambda *pieces: torch.cat(pieces), local, *done)
+    local = take_steps(setup, method, hyper, local, feed, targets, [task.steps for task in longest_first])
     steps_done = torch.tensor([task.steps for task in longest_first], device=targets.device)
     device, upload = algorithm.finish(method, hyper, broadcast, device, local, steps_done)
     back = torch.tensor(np.argsort([task.device for task in longest_first]), device=targets.device)
@@ -117,7 +118,23 @@ def _side_by_side(
     )
 
 
-def _stretches(steps: Sequence[int]) -> Iterator[tuple[range, int]]:
+def steps_one_by_one(
+    setup: Setup, method: Method, hyper: Hyper, local: Local, feed: Feed, targets: Tensor, counts: Sequence[int]
+) -> Local:
+    """The local steps of all slots, `counts` largest first: those that are done drop off the end, so none is wasted."""
+    done: list[Local] = []
+    for steps, slots in stretches(counts):
+        done.insert(0, map_tensors(lambda t, n=slots: t[n:], local))
+        local = map_tensors(lambda t, n=slots: t[:n], local)
+        running: Hyper = map_tensors(lambda t, n=slots: t[:n], hyper)
+        fed = _of_slots(feed, slice(0, slots))
+        for samples in _minibatches(setup, targets, fed, steps):
+            local = setup.algorithm.step(method, running, local, samples)
+    together: Local = map_tensors(lambda *pieces: torch.cat(pieces), local, *done)
+    return together
+
+
+def stretches(steps: Sequence[int]) -> Iterator[tuple[range, int]]:
     """Step counts, largest first, as stretches of steps during which the same slots run."""
     begun = 0
     for slots in range(len(steps), 0, -1):

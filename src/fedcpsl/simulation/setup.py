@@ -87,6 +87,7 @@ def prepare(
     parts = choose_parts(parts, algorithm)
     device = choose_device(run.device)
     dtype = choose_dtype(run.dtype, device)
+    set_precision(run.precision)
     shelf = shelve(federation, device, dtype)
     network = Network(model, shelf.x, federation.classes)
     network.batched = choose_executor(run.executor, network, device) == "vectorised"
@@ -185,6 +186,12 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "float64" and device.type == "mps":
         raise InputError('run.dtype = "float64": mps has no float64; give float32, or run.device = "cpu"')
     return torch.float64 if name == "float64" else torch.float32
+
+
+def set_precision(name: str) -> None:
+    """Whether a GPU may round float32 factors to TF32; PyTorch by itself lets convolutions do so."""
+    torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
+    torch.backends.cudnn.allow_tf32 = name == "tf32"
 
 
 def choose_executor(name: str, network: Network, device: torch.device) -> str:

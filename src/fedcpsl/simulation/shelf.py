@@ -19,6 +19,7 @@ class Held(NamedTuple):
 
     x: Tensor
     y: Tensor
+    device: Tensor  # [samples]: who holds each
     start: NDArray[np.int64]  # [devices + 1]
 
     def rows(self, device: int) -> slice:
@@ -35,6 +36,8 @@ class Shelf(NamedTuple):
     x: Tensor
     one_hot: Tensor  # [rows, classes]: labels; uniform where unlabelled
     truth: Tensor
+    hidden: Tensor  # [rows]: whether the row is unlabelled
+    device: Tensor  # [rows]: who holds it
     start: NDArray[np.int64]
     labelled: NDArray[np.int64]
     test: Held
@@ -58,6 +61,8 @@ def shelve(federation: Federation, device: torch.device, dtype: torch.dtype) -> 
         x=normalised(federation.x, train, federation.scaling, device, dtype),
         one_hot=one_hot,
         truth=truth,
+        hidden=hidden,
+        device=torch.from_numpy(federation.device[train]).to(device),
         start=np.concatenate([[0], counts[:, :TEST].sum(1).cumsum()]),
         labelled=federation.sizes.labelled,
         test=_hold(federation, TEST, device, dtype),
@@ -70,6 +75,7 @@ def _hold(federation: Federation, role: int, device: torch.device, dtype: torch.
     return Held(
         normalised(federation.x, rows, federation.scaling, device, dtype),
         torch.from_numpy(federation.y[rows]).to(device),
+        torch.from_numpy(federation.device[rows]).to(device),
         np.concatenate([[0], federation.counts[:, role].cumsum()]),
     )
 

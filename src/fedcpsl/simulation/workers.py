@@ -11,6 +11,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 from fedcpsl.algorithm import Broadcast, Device, Upload, map_tensors
 from fedcpsl.errors import RunError
 from fedcpsl.schedule import DeviceRound
+from fedcpsl.simulation.capture import captured_steps
 from fedcpsl.simulation.executors import Finished, LocalRounds, local_rounds
 from fedcpsl.simulation.setup import Setup
 
@@ -30,6 +32,9 @@ def shared_rounds(
     setup: Setup, devices: Device, targets: Tensor, broadcast: Broadcast
 ) -> Iterator[tuple[Device, Tensor, LocalRounds]]:
     """`local_rounds` over `setup.processes` processes, and the device states and targets it works on."""
+    if setup.slots and targets.device.type == "cuda":
+        yield devices, targets, partial(local_rounds, take_steps=captured_steps())
+        return
     if setup.processes == 1:
         yield devices, targets, local_rounds
         return

@@ -1,0 +1,124 @@
+"""Local steps as CUDA graphs give what single steps give. Most of it needs a GPU."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from fedcpsl import config
+from fedcpsl.simulation import initial_state, prepare, simulate
+from fedcpsl.simulation.capture import WASTE, captured_steps, ladder
+from fedcpsl.simulation.executors import local_rounds, stretches
+from fedcpsl.simulation.rounds import draw_plan, next_state
+
+from .conftest import small_federation, small_model
+from .test_conformance import WORK, assert_equal, final
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 4, 7, 20, 50, 333])
+def test_no_number_of_slots_wastes_much(slots):
+    widths = ladder(slots)
+    assert widths[0] == slots
+    assert widths[-1] == 1
+    for needed in range(1, slots + 1):
+        assert min(w for w in widths if w >= needed) <= max(WASTE * needed, needed)
+
+
+def test_unequal_steps_compute_at_most_a_third_more():
+    counts = sorted([1, 2, 2, 3, 5, 8, 13, 21, 34, 40], reverse=True)
+    widths = ladder(len(counts))
+    computed = sum(len(steps) * min(w for w in widths if w >= slots) for steps, slots in stretches(counts))
+    assert sum(counts) <= computed <= WASTE * sum(counts)
+
+
+def setup_of(model, device="cuda", dtype="float64", name="fedcpsl", work=WORK, **numbers):
+    chosen = {"eta": 0.05, "alpha_p": 0.5, "alpha_r": 0.2, "beta": [0.1, 0.9, 0.0, 1.0, 0.5]} | numbers
+    run = config.Run(executor="vectorised", dtype=dtype, seed=3, device=device)
+    return prepare(small_federation(), model, config.Algorithm(name=name, **chosen), work, run)
+
+
+def uncaptured(setup):
+    state = initial_state(setup)
+    while state.round < setup.total_rounds:
+        state = next_state(state, draw_plan(state))
+    return state
+
+
+def deep(kind):
+    torch.manual_seed(0)
+    if kind == "plain":
+        return small_model()
+    if kind == "dropout":
+        return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
+    return nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 4, 2), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(8, 3))
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", ["plain", "dropout", "convolution"])
+@pytest.mark.parametrize("name", ["fedcpsl", "apfl", "fedavg", "scaffold", "local-pseudo"])
+def test_captured_steps_are_the_steps(name, kind):
+    work = replace(WORK, rounds=6)
+    setup = setup_of(deep(kind), name=name, work=work, warm_up=1 if name == "fedcpsl" else 0)
+    assert_equal(final(setup), uncaptured(setup))
+
+
+@needs_gpu
+def test_they_agree_with_one_device_after_another_on_the_cpu():
+    captured = final(setup_of(deep("plain")))
+    run = config.Run(executor="sequential", dtype="float64", seed=3, device="cpu")
+    algorithm = config.Algorithm(eta=0.05, alpha_p=0.5, alpha_r=0.2, beta=[0.1, 0.9, 0.0, 1.0, 0.5])
+    reference = final(prepare(small_federation(), deep("plain"), algorithm, WORK, run))
+    for name in ("theta", "c"):
+        a, b = getattr(captured.server, name).cpu(), getattr(reference.server, name)
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+@needs_gpu
+def test_the_same_seed_gives_the_same_bits():
+    assert_equal(final(setup_of(deep("plain"))), final(setup_of(deep("plain"))), tolerance=0)
+
+
+class ReadsItsInput(nn.Module):
+    """A model that looks at numbers on the host, which no graph can."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x):
+        torch.cuda.synchronize()
+        return self.layer(x)
+
+
+@needs_gpu
+def test_a_model_that_cannot_be_captured_runs_all_the_same_and_says_so(caplog):
+    torch.manual_seed(0)
+    setup = setup_of(ReadsItsInput())
+    with caplog.at_level(logging.WARNING, logger="fedcpsl"):
+        state = final(setup)
+    assert "cannot be captured" in caplog.text
+    assert_equal(state, uncaptured(setup))
+
+
+@needs_gpu
+def test_rounds_of_growing_size_make_a_larger_stage():
+    setup = setup_of(deep("plain"), work=replace(WORK, rounds=1))
+    take = captured_steps()
+    for active, amount in ((2, 1), (4, 3), (3, 9)):
+        state = initial_state(setup)
+        work = setup.work._replace(active=active, unit="steps", amount=amount)
+        plan = draw_plan(state._replace(setup=setup._replace(work=work)))
+        ends = [
+            next(iter(local_rounds(setup, plan, state.devices, state.targets.clone(), state.server, take_steps=t)))
+            for t in (take, None)
+        ]
+        assert torch.allclose(ends[0].upload.delta, ends[1].upload.delta, rtol=1e-10, atol=1e-12)
+
+
+def test_simulating_on_a_cpu_captures_nothing():
+    states = list(simulate(setup_of(deep("plain"), device="cpu")))
+    assert states[-1].round == WORK.rounds
