@@ -191,7 +191,7 @@ def test_modes_resume_bit_identical(kept, tmp_path):
         ({}, {"two_phase": True}, "give work.personal_rounds too"),
         ({"name": "fedavg"}, {"personal_rounds": 1}, "fedavg has no personal model"),
         ({"name": "local"}, {"personal_rounds": 1}, "local has no server"),
-        ({"name": "fedshvrp", "labels_from": "mixture"}, {}, "needs a personal model"),
+        ({"labels_from": "mixture"}, {"two_phase": True, "personal_rounds": 1}, "label with the global model"),
         ({"name": "local", "control_variates": True}, {}, "leave its parts"),
     ],
 )

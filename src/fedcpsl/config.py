@@ -84,7 +84,7 @@ def parse_value(typed: str) -> Any:
     for attempt in (typed, f"[{typed}]"):
         try:
             return tomllib.loads(f"value = {_leading_zero(attempt)}")["value"]
-        except tomllib.TOMLDecodeError:
+        except ValueError:  # not TOML, or a number of too many digits
             continue
     return typed
 

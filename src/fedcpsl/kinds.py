@@ -25,7 +25,10 @@ def setting_of(default: Any, help: str, accepts: str, test: Callable[[Any], bool
 
 
 def _is_real(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    except OverflowError:  # a whole number beyond every float
+        return False
 
 
 def _is_whole(value: Any) -> bool:

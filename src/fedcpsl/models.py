@@ -177,11 +177,14 @@ def _own_model(name: str, shape: Sequence[int], classes: int) -> nn.Module:
     module, _, function = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a model beside the user is found, as `python -m` would find it
+    doing = "cannot be imported"
     try:
         make = getattr(import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"model.name = {toml_value(name)}: cannot be imported: {error}") from error
-    model = make(tuple(shape), classes)
+        doing = f"failed when called with {(tuple(shape), classes)}"
+        model = make(tuple(shape), classes)
+    except Exception as error:  # whatever another's code may raise
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise InputError(f"model.name = {toml_value(name)}: {doing}: {why}") from error
     if not isinstance(model, nn.Module):
         raise InputError(f"model.name = {toml_value(name)}: gave a {type(model).__name__} where an nn.Module is needed")
     return model

@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ").split()
         if len(unknown) and message.startswith("unrecognized") and unknown[0].startswith("-"):
-            known = _flags(self)
+            known = [flag for flag in _flags(self) if flag != unknown[0]]  # another command's flag of that name
             message = f"{unknown[0]}: no such option; {did_you_mean(unknown[0].partition('=')[0], known)}"
         raise InputError(message)
 
@@ -53,6 +53,9 @@ def run_command(arguments: Sequence[str]) -> int:
         return 2
     except RunError as error:
         print(f"fedcpsl: {error}", file=sys.stderr)
+        return 1
+    except MemoryError:
+        print("fedcpsl: not enough memory for this; use smaller batches, fewer devices or less data", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("fedcpsl: stopped at once; the last checkpoint is intact", file=sys.stderr)

@@ -74,15 +74,13 @@ def seeds_and_reach(parsed: argparse.Namespace) -> tuple[int, list[float]]:
 
 def start_runs(out: Path | None, plan: "Plan") -> int:
     """Make the folder and run everything."""
-    from fedcpsl.config import with_settings
-    from fedcpsl.runs.comparison import create
-    from fedcpsl.runs.experiment import build
+    from fedcpsl.cli.run import refuse_existing
+    from fedcpsl.runs.comparison import check, create
     from fedcpsl.runs.folder import default_folder
 
-    base = build(
-        with_settings(plan.base, plan.cases[0].settings)
-    ).config  # refuses bad settings before anything is made
-    folder = out or default_folder(base, plan.kind)
+    refuse_existing(out)
+    first = check(plan)
+    folder = out or default_folder(first, plan.kind)
     create(folder, plan)
     return _run(folder, plan)
 

@@ -28,6 +28,8 @@ def _data(parsed: argparse.Namespace) -> int:
             raise InputError(f"{path}: give a name that ends with {suffix}")
         if path and path.exists():
             raise InputError(f"{path}: exists already; give another name")
+        if path and not path.parent.is_dir():
+            raise InputError(f"{path.parent}: no such folder; make it, or give another name")
     from rich.console import Console
 
     from fedcpsl.data.sources import load_federation, load_source, place, resolve

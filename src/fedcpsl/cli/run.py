@@ -29,7 +29,11 @@ def add(commands: Any) -> None:
 
 
 def refuse_existing(folder: Path | None) -> None:
-    if folder and folder.exists():
+    try:
+        exists = bool(folder and folder.exists())
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be a folder: {error.strerror}; give another --out") from error
+    if exists:
         raise InputError(f"{folder}: exists already; give another --out, or --resume {folder} to go on with it")
 
 

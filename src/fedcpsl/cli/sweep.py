@@ -46,6 +46,8 @@ def _sweep(parsed: argparse.Namespace) -> int:
         if not equals or not text.strip():
             raise InputError(f"--grid {given}: give it as SETTING=A,B,..., for example --grid beta=.5,.75")
         name = full_name(key.strip())
+        if name in grid:
+            raise InputError(f"--grid {given}: {name} stands there twice; give all its values at once")
         if name == "run.seed":
             raise InputError("--grid seed: seeds are what a sweep averages over; give --seeds N")
         grid[name] = [typed(name, value) if isinstance(value, str) else value for value in values]

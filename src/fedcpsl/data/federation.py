@@ -63,7 +63,7 @@ class Federation:
         `test` marks each device's test samples; without it, `test_fraction` of a device's samples with known class
         are set aside. `labelled` < 1 hides some of the labels, as experiments do.
         """
-        shares = Shares(labelled, "device", stratified, None, test_fraction, validation_fraction)
+        shares = Shares(_share(labelled), "device", stratified, None, test_fraction, validation_fraction)
         return federate(array_source(x, y, device, test), shares, normalise=normalise, seed=seed)
 
     @staticmethod
@@ -86,7 +86,7 @@ class Federation:
         """
         from fedcpsl.data.tables import Columns, frame_source
 
-        shares = Shares(labelled, "device", stratified, None, test_fraction, validation_fraction)
+        shares = Shares(_share(labelled), "device", stratified, None, test_fraction, validation_fraction)
         source = frame_source(frame, Columns(label, device, test))
         return federate(source, shares, normalise=normalise, seed=seed)
 
@@ -133,6 +133,7 @@ def federate(source: Source, shares: Shares, *, normalise: bool, seed: int) -> F
     """Decide what each device's samples are for, and how inputs are normalised."""
     if source.device is None:
         raise InputError("nobody holds the samples: name each sample's device")
+    _check_shares(shares)
     if not isinstance(shares.labelled, float | int) and len(shares.labelled) != len(source.names):
         raise InputError(
             f"data.labelled has {len(shares.labelled)} values for {len(source.names)} devices; give one each, or one"
@@ -146,6 +147,20 @@ def federate(source: Source, shares: Shares, *, normalise: bool, seed: int) -> F
     if not held.all():  # classes that no device holds; else spare a large copy
         x, y, device, test = x[held], y[held], device[held], None if test is None else test[held]
     return with_roles(source._replace(x=x), y, device, draw_roles(y, device, test, shares, seed), normalise=normalise)
+
+
+def _share(labelled: Any) -> float | list[float]:
+    """A share, or one per device, as plain numbers."""
+    return np.asarray(labelled, float).tolist()
+
+
+def _check_shares(shares: Shares) -> None:
+    each = [shares.labelled] if isinstance(shares.labelled, float | int) else list(shares.labelled)
+    if not each or not all(0 <= share <= 1 for share in each) or not any(each):
+        raise InputError(f"labelled = {shares.labelled}: give a number from 0 to 1, 0 excluded, or one per device")
+    for name, share in (("test", shares.test), ("validation", shares.validation)):
+        if not 0 <= share < 1:
+            raise InputError(f"the {name} share is {share}: give a number from 0 to 1, 1 excluded")
 
 
 def with_roles(
@@ -176,6 +191,8 @@ def array_source(x: Any, y: Any, device: Any, test: Any = None) -> Source:
     test = None if test is None else np.asarray(test)
     given = np.zeros(len(y) if y.ndim else 0, int) if device is None else np.asarray(device)
     _check_arrays(x, y, given, test)
+    if not x.dtype.isnative or x.dtype.itemsize > 8:
+        x = x.astype(np.float64 if x.dtype.itemsize > 8 else x.dtype.newbyteorder("="))
     y = y.astype(np.int64)
     source = Source(
         x,
@@ -203,10 +220,12 @@ def _check_finite(x: NDArray[Any]) -> None:
     if x.dtype.kind != "f":
         return
     for first in range(0, len(x), ROWS_AT_ONCE):
-        wrong = ~np.isfinite(x[first : first + ROWS_AT_ONCE])
+        piece = x[first : first + ROWS_AT_ONCE]
+        wrong = ~(np.abs(piece) <= np.finfo(np.float32).max)  # also true of NaN
         if wrong.any():
             row, *rest = np.argwhere(wrong)[0].tolist()
-            raise InputError(f"x has a NaN or infinite value at {[first + row, *rest]}: remove or fill it")
+            what = "a value too large for float32" if np.isfinite(piece[wrong][0]) else "a NaN or infinite value"
+            raise InputError(f"x has {what} at {[first + row, *rest]}: remove or fill it")
 
 
 def _check_arrays(x: NDArray[Any], y: NDArray[Any], device: NDArray[Any], test: NDArray[Any] | None) -> None:
@@ -219,7 +238,7 @@ def _check_arrays(x: NDArray[Any], y: NDArray[Any], device: NDArray[Any], test: 
     for name, array in named:
         if array is not None and array.dtype == object:
             raise InputError(f"{name} is an array of Python objects: give it as numbers (device: numbers or text)")
-    if x.ndim < 2:
+    if x.ndim < 2 or 0 in x.shape[1:]:
         raise InputError(f"x has shape {list(x.shape)}: give one row per sample, [samples, features...]")
     for name, array in named[1:]:
         if array is not None and array.shape != (len(x),):
@@ -229,10 +248,13 @@ def _check_arrays(x: NDArray[Any], y: NDArray[Any], device: NDArray[Any], test: 
     if x.dtype.kind not in "fiub":
         raise InputError(f"x has dtype {x.dtype}: give numbers")
     _check_finite(x)
-    if y.dtype.kind not in "iub" and not (y.dtype.kind == "f" and np.array_equal(y, np.floor(y))):
+    whole = y.dtype.kind == "f" and bool(np.isfinite(y).all()) and np.array_equal(y, np.floor(y))
+    if y.dtype.kind not in "iub" and not whole:
         raise InputError(f"y has dtype {y.dtype}: give class numbers 0, 1, ..., and -1 where unlabelled")
     if y.min() < -1:
         raise InputError(f"y has the label {y.min()}: classes are 0, 1, ..., and -1 means unlabelled")
+    if y.max() >= 1000 and len(np.unique(y)) < y.max() / 2:
+        raise InputError(f"y has the class {y.max()} and few others: number the classes 0, 1, 2, ... without gaps")
     if y.max() < 0:
         raise InputError("no sample has a label: every y is -1; give some labels, 0, 1, ...")
     if test is not None and not np.isin(test, (0, 1)).all():

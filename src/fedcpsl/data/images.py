@@ -10,14 +10,14 @@ from fedcpsl.errors import InputError
 from fedcpsl.progress import track
 
 IMAGE_FILES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".gif")
-UNLABELLED_FOLDER = "unlabelled"
+UNLABELLED_FOLDERS = ("unlabelled", "unlabeled")
 
 
 def read_image_folder(folder: Path) -> Source:
     """Images as bytes [samples, channels, height, width]: one channel where all are grey, else three."""
     found = _find(folder)
     devices = sorted({device for device, _, _ in found})
-    classes = sorted({label for _, label, _ in found if label != UNLABELLED_FOLDER})
+    classes = sorted({label for _, label, _ in found if label not in UNLABELLED_FOLDERS})
     if not classes:
         raise InputError(f"{folder}: no image has a label; put some into {folder}/DEVICE/LABEL/")
     images = _read([path for _, _, path in found])
@@ -71,7 +71,10 @@ def _pixels(path: Path) -> NDArray[np.uint8]:
 
     try:
         with Image.open(path) as image:
-            grey = image.mode in ("1", "L", "I;16", "I", "F", "LA")
-            return np.asarray(image.convert("L" if grey else "RGB"))
+            if image.mode.startswith("I"):  # 16 bits per pixel, which Pillow would cut off at 255
+                return (np.asarray(image).clip(0, 65535) // 257).astype(np.uint8)
+            if image.mode == "F":
+                raise ValueError("its pixels are floating-point numbers")
+            return np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise InputError(f"{path}: not a readable image ({error}); replace or remove it") from error

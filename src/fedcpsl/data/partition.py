@@ -68,7 +68,9 @@ def by_classes(y: NDArray[np.int64], devices: int, per_device: int, seed: int) -
     A sample's device is -1 where its class has no piece (fewer pieces than classes).
     """
     _need_all_labels(y, "classes")
-    classes = int(y.max()) + 1
+    _enough(len(y), devices)
+    present = np.unique(y)
+    classes = len(present)
     if per_device > classes:
         raise InputError(f"data.classes_per_device = {per_device}: the data has only {classes} classes")
     rng = stream(seed, "split", 0)
@@ -76,10 +78,10 @@ def by_classes(y: NDArray[np.int64], devices: int, per_device: int, seed: int) -
     owner = np.full(len(y), -1, np.int64)
     for c in range(classes):
         holders = np.flatnonzero(held[:, c])
-        samples = rng.permutation(np.flatnonzero(y == c))
+        samples = rng.permutation(np.flatnonzero(y == present[c]))
         if len(samples) < len(holders):
             raise InputError(
-                f"data.devices = {devices}: class {c} has {len(samples)} samples for {len(holders)} devices; "
+                f"data.devices = {devices}: class {present[c]} has {len(samples)} samples for {len(holders)} devices; "
                 "use fewer devices"
             )
         if len(holders):

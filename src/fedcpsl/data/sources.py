@@ -15,6 +15,7 @@ from fedcpsl.data.tables import TABLE_FILES, Columns, read_table
 from fedcpsl.errors import InputError, did_you_mean
 
 DATASETS = (*NAMED, "own")
+WHO = "who holds which row? Say it with --device-column COLUMN, or share rows out with --partition iid --devices N"
 
 
 def load_federation(data: config.Data, seed: int, source: Source | None = None) -> Federation:
@@ -60,12 +61,14 @@ def load_source(data: config.Data) -> Source:
         from fedcpsl.data.images import read_image_folder
 
         return read_image_folder(path)
-    if path.suffix in TABLE_FILES:
+    if path.suffix.lower() in TABLE_FILES:
         if not data.label:
             raise InputError(f"{path}: which column is the label? Say it with --label COLUMN")
+        if data.partition == "natural" and not data.device_column and not data.split and path.exists():
+            raise InputError(f"{path}: {WHO}")
         return read_table(path, Columns(data.label, data.device_column, data.test_column))
     if path.suffix in (".npz", ".npy") or not path.exists():
-        return read_npz(path, devices_needed=data.partition == "natural")
+        return read_npz(path, devices_needed=data.partition == "natural" and not data.split)
     raise InputError(f"{path}: give an .npz, .csv, .tsv or .parquet file, or a folder of images")
 
 
@@ -74,10 +77,7 @@ def place(source: Source, data: config.Data, seed: int) -> Source:
     n, y = data.devices, source.y
     if data.partition == "natural":
         if source.device is None:
-            raise InputError(
-                f"{data.file}: who holds which row? Name the column with --device-column COLUMN, or let "
-                "--partition iid --devices N share them out"
-            )
+            raise InputError(f"{data.file}: {WHO}")
         return source
     if data.partition == "iid":
         owner = iid(len(y), n, seed)

@@ -7,6 +7,7 @@ import numpy as np
 
 from fedcpsl.data.archive import read_archive
 from fedcpsl.data.federation import Federation, Source, digest_of, with_roles
+from fedcpsl.data.roles import ROLES
 from fedcpsl.errors import InputError
 
 
@@ -37,8 +38,9 @@ def reuse_split(path: Path, source: Source, *, normalise: bool) -> Federation:
     device, role = arrays["device"], arrays["role"]
     if str(arrays["samples_sha256"]) != digest_of(source.x, source.y):
         raise InputError(f"{path}: this split was made for other samples; make one with `fedcpsl data --save`")
-    if device.shape != source.y.shape or role.shape != source.y.shape or (device >= len(arrays["names"])).any():
+    whole = device.dtype.kind == role.dtype.kind == "i" and device.shape == role.shape == source.y.shape
+    held = device >= 0 if whole else device
+    if not whole or (device >= len(arrays["names"])).any() or not np.isin(role[held], range(len(ROLES))).all():
         raise InputError(f"{path}: this split was changed by hand and does not fit; make it again")
-    held = device >= 0
     source = source._replace(x=source.x if held.all() else source.x[held], names=tuple(map(str, arrays["names"])))
     return with_roles(source, source.y[held], device[held], role[held].astype(np.int8), normalise=normalise)

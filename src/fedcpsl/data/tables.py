@@ -1,5 +1,7 @@
 """Tables: CSV and Parquet files, pandas, polars and Arrow frames. A row is a sample, a column a feature."""
 
+import csv
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,13 +31,22 @@ def read_table(path: Path, columns: Columns) -> Source:
         raise InputError(f"{path}: no such file")
     arrow = _arrow(str(path))
     try:
-        opened = _open_parquet(path) if path.suffix == ".parquet" else _open_csv(path, columns)
+        opened = _open_parquet(path) if path.suffix.lower() == ".parquet" else _open_csv(path, columns)
         return _source(*opened, columns)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
-    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        why = " ".join(str(error).split())
-        raise InputError(f"{path}: cannot be read as a table: {why}; write it again, features as numbers") from error
+    except (arrow.ArrowException, OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"{path}: {_in_words(error, path)}") from error
+
+
+def _in_words(error: Exception, path: Path) -> str:
+    """What went wrong, with the column's name where pyarrow counts columns from 0."""
+    found = re.search(r"In CSV column #(\d+): (?:Row #(\d+): )?.* invalid value '(.*)'", str(error))
+    if found:
+        number, row, value = found.groups()
+        where = f" in row {int(row) - 1}" if row else ""
+        return f"column {_header(path)[int(number)]!r} has {value!r}{where}, not a number: encode it, or leave it out"
+    return f"cannot be read as a table: {' '.join(str(error).split())}; write it again"
 
 
 def frame_source(frame: Any, columns: Columns) -> Source:
@@ -44,10 +55,15 @@ def frame_source(frame: Any, columns: Columns) -> Source:
     if isinstance(frame, dict) or not (hasattr(frame, "__arrow_c_stream__") or hasattr(frame, "__dataframe__")):
         raise InputError(f"a {type(frame).__name__} is not a table: give a pandas, polars or Arrow frame")
     try:
-        table = arrow.table(frame)
-    except (arrow.ArrowException, TypeError) as error:
+        if type(frame).__module__.startswith("pandas"):
+            table = arrow.Table.from_pandas(
+                frame, preserve_index=False
+            )  # a shuffled frame's row numbers are no feature
+        else:
+            table = arrow.table(frame)
+        return _source(_names(table.schema.names), table.to_batches(), columns)
+    except (arrow.ArrowException, TypeError, ValueError) as error:
         raise InputError(f"the frame cannot be read: {' '.join(str(error).split())}") from error
-    return _source(_names(table.schema.names), table.to_batches(), columns)
 
 
 def _arrow(what: str) -> Any:
@@ -68,24 +84,20 @@ def _open_parquet(path: Path) -> tuple[list[str], Iterable[Any]]:
 def _open_csv(path: Path, columns: Columns) -> tuple[list[str], Iterable[Any]]:
     """Features are read as numbers from the first row to the last; nothing is guessed from the first rows."""
     import pyarrow as pa
-    from pyarrow import csv
+    from pyarrow import csv as arrow_csv
 
     names = _header(path)
     _check_columns(names, columns)  # before a device's name is taken for a number
     texts = {name for name in columns if name}
     types = {name: pa.string() if name in texts else pa.float32() for name in names}
-    convert = csv.ConvertOptions(
-        column_types=types, null_values=["", "NA", "NaN", "nan", "null"], strings_can_be_null=True
-    )
-    parse = csv.ParseOptions(delimiter=_delimiter(path), newlines_in_values=False)
-    return names, csv.open_csv(
-        path, read_options=csv.ReadOptions(block_size=8 << 20), parse_options=parse, convert_options=convert
+    convert = arrow_csv.ConvertOptions(column_types=types, null_values=[""], strings_can_be_null=True)
+    parse = arrow_csv.ParseOptions(delimiter=_delimiter(path), newlines_in_values=False)
+    return names, arrow_csv.open_csv(
+        path, read_options=arrow_csv.ReadOptions(block_size=8 << 20), parse_options=parse, convert_options=convert
     )
 
 
 def _header(path: Path) -> list[str]:
-    import csv
-
     with path.open(newline="", encoding="utf-8-sig") as file:
         names = next(csv.reader(file, delimiter=_delimiter(path)), [])
     if not names:
@@ -94,7 +106,7 @@ def _header(path: Path) -> list[str]:
 
 
 def _delimiter(path: Path) -> str:
-    return "\t" if path.suffix == ".tsv" else ","
+    return "\t" if path.suffix.lower() == ".tsv" else ","
 
 
 def _names(names: Sequence[str]) -> list[str]:
@@ -139,6 +151,11 @@ def _source(names: list[str], batches: Iterable[Any], columns: Columns) -> Sourc
 
 def _check_columns(names: list[str], columns: Columns) -> None:
     flags = ("--label", "--device-column", "data.test_column")
+    named = [name for name in columns if name]
+    if len(set(named)) < len(named):
+        raise InputError(
+            f"one column is named twice ({', '.join(named)}): label, device and test are columns of their own"
+        )
     for flag, name in zip(flags, columns, strict=True):
         if name and name not in names:
             raise InputError(f"has no column {name!r} ({flag}); {did_you_mean(name, names)}")
@@ -181,8 +198,9 @@ def _coded(column: Any) -> tuple[NDArray[np.int64], list[str]]:
 
     kind = column.type
     if pa.types.is_dictionary(kind):
-        column = column.dictionary_decode()
+        column = pa.DictionaryArray.from_arrays(column.indices, column.dictionary.cast(pa.string())).dictionary_decode()
     if pa.types.is_floating(column.type):  # what pandas makes of whole numbers with holes
+        column = pa.array(column.to_numpy(zero_copy_only=False), from_pandas=True)  # NaN is a hole too
         column = column.cast(pa.int64()) if _is_whole(column) else column
     if pa.types.is_boolean(column.type):
         column = column.cast(pa.int8())

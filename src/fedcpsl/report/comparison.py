@@ -37,7 +37,7 @@ def comparison_progress(runs: int, console: Console) -> Iterator[Announce]:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, expand=True) as bar:
+    with Progress(*columns, console=console, expand=True, disable=not console.is_terminal) as bar:
         everything = bar.add_task("[bold]runs", total=runs, note="")
         current = bar.add_task("round", total=None, note="")
 
@@ -75,7 +75,7 @@ def comparison_table(summary: Mapping[str, Any]) -> Table:
     table = Table(caption=caption, caption_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for k, column in enumerate(rows[0]):
         table.add_column(column, justify="left" if k == 0 else "right")
-    best = max(range(len(cases)), key=lambda i: cases[i]["personal"]["mean"])
+    best = max(range(len(cases)), key=lambda i: cases[i]["personal"]["mean"] if cases[i]["personal"] else -1)
     for i, row in enumerate(rows[1:]):
         table.add_row(*row, style="bold" if i == best else "")
     return table
@@ -138,8 +138,8 @@ def _curves(folder: Path) -> dict[str, tuple[list[int], np.ndarray]]:
     for case in plan.cases:
         runs = [read_metrics(run_folder(folder, case, seed)) for seed in plan.seeds]
         rounds = [m["round"] for m in runs[0]]
-        values = [[m["personal"]["mean"] or np.nan for m in run] for run in runs]
-        curves[case.name] = (rounds, np.array(values, float))
+        values = [[m["personal"]["mean"] for m in run] for run in runs]
+        curves[case.name] = (rounds, np.array(values, float))  # None becomes NaN
     return curves
 
 

@@ -24,7 +24,8 @@ def accuracy_by_round(metrics: Sequence[Metrics]) -> str:
             high = [100 * min(m + s, 1) for m, s in zip(means, spreads, strict=True)]
             axes.fill_between(rounds, low, high, color=colour, alpha=0.15, linewidth=0)
     axes.set(xlabel="round", ylabel="accuracy on own tests, %", ylim=(0, 101))
-    axes.legend(frameon=False, labelcolor=GREY, loc="lower right")
+    if axes.lines:
+        axes.legend(frameon=False, labelcolor=GREY, loc="lower right")
     return _svg(figure)
 
 
@@ -60,14 +61,16 @@ def curves_of_cases(curves: Mapping[str, tuple[Sequence[int], Any]]) -> str:
     figure, axes = _axes(7.6, 4.2)
     shades = _colours(len(curves))
     for colour, (name, (rounds, values)) in zip(shades, curves.items(), strict=True):
-        mean = 100 * np.nanmean(values, 0)
+        if np.isnan(values).any():  # no device has a test set
+            continue
+        mean = 100 * values.mean(0)
         axes.plot(rounds, mean, color=colour, label=name, linewidth=1.7)
         if len(values) > 1:
             spread = 100 * np.array([(interval(column) or {})["half_width"] for column in values.T.tolist()])
             low, high = np.clip(mean - spread, 0, 100), np.clip(mean + spread, 0, 100)
             axes.fill_between(rounds, low, high, color=colour, alpha=0.14, linewidth=0)
     axes.set(xlabel="round", ylabel="personal accuracy, %", ylim=(0, 101))
-    if len(curves) <= 12:
+    if axes.lines and len(curves) <= 12:
         axes.legend(frameon=False, labelcolor=GREY, loc="lower right", ncols=1 + (len(curves) > 6))
     return _svg(figure)
 
@@ -88,7 +91,8 @@ def heat_maps(summary: Mapping[str, Any]) -> str:
         panel = ", ".join(f"{_short(key)} = {chosen[key]}" for key in rest)
         empty = np.full((len(values[y]) if y else 1, len(values[x])), np.nan)
         row = values[y].index(chosen[y]) if y else 0
-        panels.setdefault(panel, empty)[row, values[x].index(chosen[x])] = 100 * case[judged]["mean"]
+        mean = case[judged]["mean"] if case[judged] else np.nan
+        panels.setdefault(panel, empty)[row, values[x].index(chosen[x])] = 100 * mean
     shape = next(iter(panels.values())).shape
     figure, grid = _figure(1.6 + 0.9 * shape[1] * len(panels), 1.6 + 0.55 * shape[0], len(panels))
     low, high = np.nanmin(list(panels.values())), np.nanmax(list(panels.values()))

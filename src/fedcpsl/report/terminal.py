@@ -33,7 +33,7 @@ def progress(rounds: int, done: int, console: Console) -> Iterator[Watch]:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, expand=True) as bar:
+    with Progress(*columns, console=console, expand=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=rounds, completed=done, personal="  -  ", general="  -  ")
 
         def watch(round: int, metrics: dict[str, Any] | None) -> None:

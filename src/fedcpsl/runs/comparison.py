@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from math import sqrt
 from pathlib import Path
@@ -16,7 +16,7 @@ from fedcpsl.config import Config, read_config, setting, to_toml, with_settings
 from fedcpsl.data.federation import Source
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.runs import folder as files
-from fedcpsl.runs.experiment import Watch, build, load_data, resume, start
+from fedcpsl.runs.experiment import Watch, build, load_data, resume, start, with_whole_paths
 from fedcpsl.runs.files import to_json, write_whole
 from fedcpsl.settings import AUTO
 
@@ -66,10 +66,35 @@ def sweep_plan(base: Config, grid: Mapping[str, Sequence[Any]], seeds: int, reac
 
 
 def _plan(kind: str, base: Config, cases: list[Case], seeds: int, reach: Sequence[float]) -> Plan:
+    base = replace(base, data=with_whole_paths(base.data))
+    cases = [Case(case.name, {key: _whole_path(key, value) for key, value in case.settings.items()}) for case in cases]
     for case in cases:
         with_settings(base, case.settings)  # a value that does not fit is named before anything is run
+    folders = [run_folder(Path(), case, 0).name for case in cases]
+    twice = [case.name for i, case in enumerate(cases) if folders[i] in folders[:i]]
+    if twice:
+        raise InputError(f"{twice[0]}: two cases of that name; give each value once")
     first = base.run.seed
     return Plan(kind, base, cases, list(range(first, first + seeds)), list(reach))
+
+
+def _whole_path(key: str, value: Any) -> Any:
+    return str(Path(value).absolute()) if key in ("data.file", "data.split", "data.dir") and value else value
+
+
+def check(plan: Plan) -> Config:
+    """Refuse a case that cannot be run before any is; returns the first one's resolved config."""
+    harmless = {f"algorithm.{name}" for name in ("eta", "eta_lc", "gamma", "alpha_p", "alpha_r", "eta_v", "warm_up")}
+    source, resolved = None, None
+    for case in plan.cases:
+        if resolved is not None and set(case.settings) <= harmless:
+            continue
+        config = with_settings(plan.base, case.settings)
+        source = source or load_data(plan.base.data)
+        built = build(config, source if _same_data(case) else None).config
+        resolved = resolved or built
+    assert resolved is not None
+    return resolved
 
 
 def full_name(key: str) -> str:
@@ -88,8 +113,8 @@ def full_name(key: str) -> str:
 
 def create(folder: Path, plan: Plan) -> None:
     """A new folder with the plan in it. An existing one is never touched."""
+    files.make_parent(folder)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
     except FileExistsError:
         raise InputError(f"{folder}: exists already; give another --out, or --resume {folder}") from None
@@ -174,7 +199,8 @@ def summarise(folder: Path) -> dict[str, Any]:
     cases = []
     for case in plan.cases:
         runs = finals[case.name]
-        difference = [a["personal"] - b["personal"] for a, b in zip(runs, first, strict=True)]
+        pairs = [(a["personal"], b["personal"]) for a, b in zip(runs, first, strict=True)]
+        difference = [None if a is None or b is None else a - b for a, b in pairs]
         cases.append(
             {
                 "name": case.name,

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from fedcpsl.config import Config, Data
 from fedcpsl.data.federation import Federation, Source
 from fedcpsl.data.scaling import Scaling
 from fedcpsl.data.sources import data_folders, load_federation, load_source, resolve
-from fedcpsl.errors import InputError
+from fedcpsl.errors import InputError, RunError
 from fedcpsl.evaluation import Evaluation, evaluate
 from fedcpsl.models import choose_model, make_model
 from fedcpsl.runs import folder as files
@@ -51,12 +52,12 @@ Watch = Callable[[int, dict[str, Any] | None], None]  # told the round, and its 
 
 def load_data(data: Data) -> Source:
     """The samples that a config's runs share."""
-    return load_source(_absolute(resolve(data)))
+    return load_source(with_whole_paths(resolve(data)))
 
 
 def build(config: Config, source: Source | None = None) -> Experiment:
     """Load the data (unless given), make the model and decide every `auto`; nothing is written."""
-    config = replace(config, data=_absolute(resolve(config.data)))
+    config = replace(config, data=with_whole_paths(resolve(config.data)))
     federation = load_federation(config.data, config.run.seed, source)
     eta = choose_eta(config.algorithm.eta, config.data.dataset, config.work.unit)
     config = replace(config, algorithm=replace(config.algorithm, eta=eta))
@@ -85,9 +86,8 @@ def start(experiment: Experiment, folder: Path, watch: Watch) -> Outcome:
 
 def resume(folder: Path, watch: Watch) -> Outcome:
     """Go on from the last checkpoint; ends as the uninterrupted run would have, bit for bit."""
-    config = files.read_run_config(folder)
+    config, manifest = files.read_run_config(folder), files.read_manifest(folder)
     with files.locked(folder):
-        manifest = files.read_manifest(folder)
         torch.set_num_threads(manifest["layout"]["threads"])
         experiment = build(config)
         if experiment.federation.digest != manifest["split_sha256"]:
@@ -111,6 +111,7 @@ def _run(experiment: Experiment, folder: Path, from_state: State | None, watch: 
             metrics = None
             if state.round % config.run.evaluate_every == 0 or last:
                 evaluation = evaluate(state, evaluation.predictions if evaluation else None)
+                _stop_if_lost(evaluation, state.round)
                 metrics = evaluation.metrics(state) | {"gaps": gap(state)._asdict() if config.run.gaps else None}
                 metrics["seconds"] = spent + time.monotonic() - began
                 files.append_metrics(folder, metrics)
@@ -124,6 +125,15 @@ def _run(experiment: Experiment, folder: Path, from_state: State | None, watch: 
     assert state is not None
     _write_results(folder, state, evaluation or evaluate(state), experiment.federation.scaling)
     return Outcome(folder, state.round, finished=True)
+
+
+def _stop_if_lost(evaluation: Evaluation, round: int) -> None:
+    """Weights can grow absurd and still be numbers; then no prediction is one."""
+    lost = [name for name, value in evaluation.losses.items() if value is not None and not isfinite(value)]
+    if lost:
+        raise RunError(
+            f"the loss {lost[0]} is no longer a finite number after round {round}; use a smaller algorithm.eta"
+        )
 
 
 def _write_results(folder: Path, state: State, evaluation: Evaluation, scaling: Scaling | None) -> None:
@@ -154,12 +164,15 @@ def _device_table(state: State, evaluation: Evaluation) -> str:
     return text.getvalue()
 
 
-def _absolute(data: Data) -> Data:
-    split = str(Path(data.split).absolute()) if data.split else ""
-    if data.file:
-        return replace(data, file=str(Path(data.file).absolute()), split=split)
-    folders = [] if data.dataset == "digits" else data_folders(data.dir)
-    return replace(data, dir=str(folders[0].absolute()) if folders else "", split=split)
+def with_whole_paths(data: Data) -> Data:
+    """The settings with paths that mean the same from any folder, and the folder that the environment names."""
+    folders = [] if data.file or data.dataset == "digits" else data_folders(data.dir)
+    return replace(
+        data,
+        file=str(Path(data.file).absolute()) if data.file else "",
+        split=str(Path(data.split).absolute()) if data.split else "",
+        dir=str(folders[0].absolute()) if folders else "",
+    )
 
 
 @contextmanager

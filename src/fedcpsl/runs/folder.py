@@ -26,8 +26,8 @@ def default_folder(config: Config, what: str = "") -> Path:
 
 def create(folder: Path, config: Config, manifest: dict[str, Any]) -> None:
     """A new run folder with its config and manifest. An existing folder is never touched."""
+    make_parent(folder)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
     except FileExistsError:
         raise InputError(
@@ -39,8 +39,20 @@ def create(folder: Path, config: Config, manifest: dict[str, Any]) -> None:
     write_whole(folder / "config.toml", to_toml(config))
 
 
+def make_parent(folder: Path) -> None:
+    """The folder that a new one goes into."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder.parent}: cannot be made a folder: {error.strerror}; give another --out") from error
+
+
 def read_run_config(folder: Path) -> Config:
     """The resolved config that a run was started with."""
+    if (folder / "comparison.json").is_file():
+        raise InputError(
+            f"{folder}: holds many runs; go on with `fedcpsl compare --resume` or `fedcpsl sweep --resume`"
+        )
     if not (folder / "config.toml").is_file():
         raise InputError(f"{folder}: not a run's folder (it has no config.toml); give one that `fedcpsl run` made")
     return with_settings(Config(), read_config(folder / "config.toml"))
@@ -92,7 +104,11 @@ def locked(folder: Path) -> Iterator[None]:
         return
     import fcntl
 
-    with (folder / ".lock").open("w") as file:
+    try:
+        file = (folder / ".lock").open("w")
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written to: {error.strerror}") from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

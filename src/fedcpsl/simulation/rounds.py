@@ -15,6 +15,7 @@ from fedcpsl.simulation.executors import Finished, LocalRounds, local_rounds
 from fedcpsl.simulation.setup import Setup
 from fedcpsl.simulation.workers import shared_rounds
 
+SMALLER = "use a smaller algorithm.eta (or algorithm.alpha_p)"
 COUNT_BYTES = 8  # a step count, or one of the sizes n_i and m_i
 
 
@@ -66,7 +67,8 @@ def draw_plan(state: State) -> list[DeviceRound]:
     setup, round = state.setup, state.round
     roster = setup.roster(round).tolist()
     everybody = round >= setup.rounds
-    active = roster if everybody else draw_active(setup.seed, round, roster, setup.work.active)
+    complete = everybody or setup.method.parts.everyone
+    active = roster if complete else draw_active(setup.seed, round, roster, setup.work.active)
     plan = draw_tasks(
         setup.seed,
         round,
@@ -120,6 +122,8 @@ def next_state(state: State, plan: Sequence[DeviceRound], run: LocalRounds = loc
     if totals:
         total = totals[0] if len(totals) == 1 else Sum(*(sum(f[1:], f[0]) for f in zip(*totals, strict=True)))
         server = setup.algorithm.apply(setup.method, server, total, len(roster))
+        if not server.theta.isfinite().all():
+            raise RunError(f"the global model is no longer finite after round {state.round + 1}; {SMALLER}")
     active_rounds = state.active_rounds.copy()
     active_rounds[[task.device for task in working if not task.personal]] += 1
     up, down = _traffic(setup, state.round, broadcast)
@@ -191,12 +195,13 @@ def _put(devices: Device, which: list[int], values: Device) -> None:
 
 
 def _stop_if_not_finite(round: int, setup: Setup, finished: Finished) -> None:
-    fine = finished.costs.isfinite().all(-1) & finished.upload.delta.isfinite().all(-1)
+    fine = finished.costs.isfinite().all(-1)
+    for kept in (finished.upload.delta, finished.device.theta_lc):
+        fine = fine & kept.isfinite().all(-1)
     if not fine.all():
         device = finished.group[int((~fine).nonzero()[0])].device
         raise RunError(
-            f"the loss of device {setup.names[device]} is no longer a finite number in round {round}; "
-            "use a smaller algorithm.eta (or algorithm.alpha_p)"
+            f"the loss of device {setup.names[device]} is no longer a finite number in round {round}; {SMALLER}"
         )
 
 

@@ -142,8 +142,8 @@ def _check_modes(algorithm: settings.Algorithm, work: settings.Work, parts: Part
         )
     if parts.alone and (work.personal_rounds or work.two_phase):
         raise InputError(f"work.personal_rounds: {algorithm.name} has no server: all its rounds are personal; give 0")
-    if algorithm.labels_from == "mixture" and parts.unlabelled and not (parts.personal or parts.alone):
-        raise InputError('algorithm.labels_from = "mixture": needs a personal model; give "global"')
+    if work.two_phase and algorithm.labels_from == "mixture":
+        raise InputError('algorithm.labels_from = "mixture": two phases label with the global model; give "global"')
 
 
 def choose_parts(parts: Parts, algorithm: settings.Algorithm) -> Parts:
@@ -255,6 +255,8 @@ def choose_eta_lc(algorithm: settings.Algorithm, eta: float) -> float:
 def _joins(work: settings.Work, devices: int) -> NDArray[np.int64]:
     if work.joiners >= devices:
         raise InputError(f"work.joiners = {work.joiners}: leave at least one of the {devices} devices for the start")
+    if work.joiners and work.join_round >= work.rounds:
+        raise InputError(f"work.join_round = {work.join_round}: that is not before the last of {work.rounds} rounds")
     joins = np.zeros(devices, np.int64)
     joins[devices - work.joiners :] = work.join_round
     return joins
