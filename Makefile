@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-.PHONY: demo test check lint docs bench uplink large-table clean
+.PHONY: demo test check lint docs bench bench-gpu uplink large-table clean
 
 demo: .venv/ready
 	$(BIN)/fedcpsl run
@@ -29,6 +29,9 @@ bench: .venv/ready
 
 large-table: .venv/ready-dev
 	@$(BIN)/python benchmarks/large_table.py
+
+bench-gpu: .venv/ready
+	$(BIN)/python benchmarks/mnist_gpu.py
 
 uplink: .venv/ready
 	@$(BIN)/python benchmarks/uplink.py
