@@ -26,7 +26,10 @@ from fedcpsl.problem import (
 
 H = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
 LOG_H = H.log()
-number = lambda value: torch.tensor(value, dtype=torch.float64)  # noqa: E731
+
+
+def number(value):
+    return torch.tensor(value, dtype=torch.float64)
 
 
 def test_cross_entropy():
