@@ -97,9 +97,10 @@ def predict(state: State, held: Held, earlier: Predictions | None = None) -> Pre
     if not method.parts.personal:
         assert general is not None
         return Predictions(general, general, None, versions)
-    known = earlier if earlier is not None and earlier.localized is not None else None
-    localized = x.new_empty(len(x), network.classes) if known is None else known.localized.clone()  # type: ignore[union-attr]
-    changed = range(setup.devices) if known is None else np.flatnonzero(known.made_by != versions).tolist()
+    if earlier is None or earlier.localized is None:
+        localized, changed = x.new_empty(len(x), network.classes), list(range(setup.devices))
+    else:
+        localized, changed = earlier.localized.clone(), np.flatnonzero(earlier.made_by != versions).tolist()
     for i in changed:
         rows = held.rows(i)
         localized[rows] = network.log_probabilities(state.devices.theta_lc[i], x[rows])

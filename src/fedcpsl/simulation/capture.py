@@ -33,6 +33,10 @@ class Stage(NamedTuple):
     step: Tensor  # [1]: the number of the next step
     graphs: dict[int, Any]
 
+    def width(self, slots: int) -> int:
+        """The smallest width of the ladder that so many slots fit into."""
+        return min(width for width in ladder(self.rows.shape[1]) if width >= slots)
+
 
 def captured_steps() -> LocalSteps:
     """What takes local steps by replaying graphs, with the stages that it has made so far."""
@@ -46,16 +50,16 @@ def captured_steps() -> LocalSteps:
             return steps_one_by_one(setup, method, hyper, local, feed, targets, counts)
         stage = _stage_for(stages, local, hyper, feed)
         try:
-            return _replay(setup, method, stage, hyper, local, feed, targets, counts)
+            for width in {stage.width(slots) for _, slots in stretches(counts)} - set(stage.graphs):
+                stage.graphs[width] = _capture(setup, method, stage, targets, width)
         except RuntimeError as error:
-            if stage.graphs and not torch.cuda.is_current_stream_capturing():
-                raise
-            refused.append(str(error))
-            reason = str(error).splitlines()[0]
+            refused.append(str(error).splitlines()[0])
             logging.getLogger("fedcpsl").warning(
-                "local steps run one by one, this model cannot be captured: %s", reason
+                "local steps run one by one, this model cannot be captured: %s", refused[0]
             )
             return steps_one_by_one(setup, method, hyper, local, feed, targets, counts)
+        _fill(stage, hyper, local, feed)
+        return _replay(stage, counts)
 
     return take
 
@@ -68,27 +72,14 @@ def ladder(slots: int) -> list[int]:
     return widths
 
 
-def _replay(
-    setup: Setup,
-    method: Method,
-    stage: Stage,
-    hyper: Hyper,
-    local: Local,
-    feed: Feed,
-    targets: Tensor,
-    counts: Sequence[int],
-) -> Local:
-    slots, widths = len(counts), ladder(stage.rows.shape[1])
-    needed = {min(w for w in widths if w >= n) for _, n in stretches(counts)}
-    for width in needed - set(stage.graphs):
-        stage.graphs[width] = _capture(setup, method, stage, targets, width)
-    _fill(stage, hyper, local, feed)
+def _replay(stage: Stage, counts: Sequence[int]) -> Local:
+    """The steps of a stage that was filled; slots that are done are set aside before others go on."""
     done: list[Local] = []
-    left = slots
+    left = len(counts)
     for steps, running in stretches(counts):
         done.insert(0, map_tensors(lambda t, a=running, b=left: t[a:b].clone(), stage.local))
         left = running
-        graph = stage.graphs[min(w for w in widths if w >= running)]
+        graph = stage.graphs[stage.width(running)]
         for _ in steps:
             graph.replay()
     first = map_tensors(lambda t: t[:left].clone(), stage.local)
