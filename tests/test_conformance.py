@@ -14,7 +14,7 @@ from fedcpsl.algorithm import Local, map_tensors
 from fedcpsl.algorithms import all_algorithms
 from fedcpsl.problem import Samples
 from fedcpsl.runs.checkpoint import checkpoints, load_checkpoint, save_checkpoint
-from fedcpsl.schedule import DeviceRound, draw_round
+from fedcpsl.schedule import DeviceRound, draw_tasks
 from fedcpsl.simulation import initial_state, prepare, simulate
 from fedcpsl.simulation.rounds import next_state
 
@@ -260,7 +260,7 @@ def test_a_round_whose_uploads_are_all_lost_moves_no_server(executor):
 def test_a_device_without_time_changes_nothing_and_is_not_counted(executor):
     setup = make("fedcpsl", executor, work=replace(WORK, loss_rate=0.0))
     sizes = setup.sizes
-    plan = draw_round(3, 0, [0, 1, 2, 4], sizes, setup.work, unlabelled=True, dropout=False)
+    plan = draw_tasks(3, 0, [0, 1, 2, 4], sizes, setup.work, unlabelled=True, dropout=False)
     idle = [task._replace(steps=0) if task.device == 1 else task for task in plan]
     without = [task for task in plan if task.device != 1]
     a, b = next_state(initial_state(setup), idle), next_state(initial_state(setup), without)
@@ -273,7 +273,7 @@ def test_a_device_without_time_changes_nothing_and_is_not_counted(executor):
 def test_a_round_in_which_nobody_can_work_changes_nothing(executor):
     """Labels alone, and the only active device has none."""
     setup = make("fedavg", executor)
-    plan = draw_round(3, 0, [3], setup.sizes, setup.work, unlabelled=False, dropout=False)
+    plan = draw_tasks(3, 0, [3], setup.sizes, setup.work, unlabelled=False, dropout=False)
     assert plan[0].steps == 0
     before, after = initial_state(setup), next_state(initial_state(setup), plan)
     assert_equal(before, after, tolerance=0)

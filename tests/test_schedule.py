@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedcpsl.schedule import Sizes, Work, draw_active, draw_round, draw_steps, steps_per_epoch
+from fedcpsl.schedule import Sizes, Work, draw_active, draw_steps, draw_tasks, steps_per_epoch
 
 WORK = Work(active=3, unit="epochs", amount=2, hlu=(1, 5), batch_labelled=4, batch_unlabelled=8, loss_rate=0.0)
 SIZES = Sizes(np.array([10, 0, 7, 3, 0]), np.array([30, 9, 0, 50, 0]))
@@ -30,7 +30,8 @@ def test_local_work_in_epochs_steps_and_hlu():
 
 def draw(seed=0, round=0, work=WORK, **switches):
     options = {"unlabelled": True, "dropout": False} | switches
-    return draw_round(seed, round, range(5), SIZES, work, **options)
+    active = draw_active(seed, round, range(5), work.active)
+    return draw_tasks(seed, round, active, SIZES, work, **options)
 
 
 def test_participation_is_uniform_without_replacement():

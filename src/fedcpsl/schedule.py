@@ -78,21 +78,6 @@ def draw_steps(seed: int, round: int, device: int, sizes: Sizes, work: Work, unl
     return epoch * work.amount
 
 
-def draw_round(
-    seed: int,
-    round: int,
-    roster: Sequence[int],
-    sizes: Sizes,
-    work: Work,
-    *,
-    unlabelled: bool,
-    dropout: bool,
-) -> list[DeviceRound]:
-    """The schedule of one round, in device order."""
-    active = draw_active(seed, round, roster, work.active)
-    return draw_tasks(seed, round, active, sizes, work, unlabelled=unlabelled, dropout=dropout)
-
-
 def draw_tasks(
     seed: int, round: int, devices: Sequence[int], sizes: Sizes, work: Work, *, unlabelled: bool, dropout: bool
 ) -> list[DeviceRound]:

@@ -46,9 +46,7 @@ def add_many_runs(command: argparse.ArgumentParser) -> None:
 def _compare(parsed: argparse.Namespace) -> int:
     if parsed.resume:
         return resume_runs(parsed, parsed.algorithms or parsed.matched_steps)
-    if parsed.matched_steps:
-        parsed.set.append("work.matched_steps=true")
-    config = config_of(parsed)
+    config = config_of(parsed, {"work.matched_steps": True} if parsed.matched_steps else {})
     seeds, reach = seeds_and_reach(parsed)
     from fedcpsl.runs.comparison import compare_plan
 

@@ -1,9 +1,10 @@
 """Options that stand for settings, the same for every command that runs something."""
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from fedcpsl.config import FLAGS, Config, parse_value, read_config, setting, with_settings
@@ -56,8 +57,8 @@ def typed(name: str, text: str) -> Any:
     return text if not accepts(value) and accepts(text) else value
 
 
-def config_of(parsed: argparse.Namespace) -> Config:
-    """The config that a command's options describe."""
+def config_of(parsed: argparse.Namespace, more: Mapping[str, Any] = MappingProxyType({})) -> Config:
+    """The config that a command's options describe; `more` are settings that options of its own stand for."""
     values = read_config(parsed.config) if parsed.config else {}
     for assignment in parsed.set:
         name, equals, text = assignment.partition("=")
@@ -66,4 +67,4 @@ def config_of(parsed: argparse.Namespace) -> Config:
         values[name.strip()] = typed(name.strip(), text.strip())
     flagged = {name: getattr(parsed, name, None) for name in FLAGS.values()}
     values |= {name: typed(name, text) for name, text in flagged.items() if text is not None}
-    return with_settings(Config(), values)
+    return with_settings(Config(), values | dict(more))

@@ -42,9 +42,7 @@ def _run(parsed: argparse.Namespace) -> int:
         if given_settings(parsed) or parsed.out or parsed.dry_run or parsed.gaps:
             raise InputError("--resume goes on with the folder's own settings; give it alone")
         return _resume(parsed.resume)
-    if parsed.gaps:
-        parsed.set.append("run.gaps=true")
-    config = config_of(parsed)
+    config = config_of(parsed, {"run.gaps": True} if parsed.gaps else {})
     refuse_existing(parsed.out)
     from fedcpsl.runs.experiment import build
 
