@@ -39,3 +39,12 @@ def federation():
 @pytest.fixture
 def model():
     return small_model()
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache for downloads, and no mirror."""
+    monkeypatch.setenv("FEDCPSL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.delenv("FEDCPSL_MIRROR", raising=False)
+    return tmp_path / "cache"

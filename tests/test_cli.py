@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from fedcpsl.cli import run_command
 from fedcpsl.config import Config, parse_value, read_config, to_toml, with_settings
@@ -29,6 +30,8 @@ def test_run_show_and_what_is_written(tmp_path):
     assert not list(folder.rglob("*.partial"))
     resolved = with_settings(Config(), read_config(folder / "config.toml"))
     assert "auto" not in str(resolved)
+    kept = load_file(folder / "models.safetensors")
+    assert (kept["input/shift"].item(), kept["input/scale"].item()) == (0, 16)  # the digits' own normalisation
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["layout"]["executor"] == "vectorised"
     assert len(manifest["split_sha256"]) == 64

@@ -2,92 +2,23 @@
 
 import errno
 import gzip
-import hashlib
 import io
 import os
 import socket
-import subprocess
-import sys
 import tarfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from fedcpsl import progress
 from fedcpsl.data import download
-from fedcpsl.data.download import PUBLISHED, Published, address, cache_folder, download_folder, locate
-from fedcpsl.errors import InputError
+from fedcpsl.data.download import PUBLISHED, address, cache_folder, download_folder, locate
+
+from .loopback import files_in, published, refusal, send, server
 
 CONTENT = bytes(range(256)) * 3000  # more than one chunk
-
-
-@contextmanager
-def server(pages):
-    """A web server on this machine: `pages` maps paths to their bytes, or to a function that answers by itself."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            seen.append((self.path, self.headers["User-Agent"]))
-            page = pages.get(self.path)
-            if page is None:
-                self.send_error(404)
-            elif callable(page):
-                page(self)
-            else:
-                send(self, page, len(page))
-
-        def log_message(self, *_):
-            pass
-
-    seen = []
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    http.daemon_threads = True
-    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{http.server_address[1]}", seen
-    finally:
-        http.shutdown()
-        http.server_close()
-        thread.join()
-
-
-def send(handler, content, length):
-    handler.send_response(200)
-    if length is not None:
-        handler.send_header("Content-Length", str(length))
-    handler.end_headers()
-    handler.wfile.write(content)
-
-
-def published(content, name="some-file.gz", url="http://127.0.0.1:9/unused", size=0):
-    return Published(name, hashlib.md5(content).hexdigest(), url, size)
-
-
-def files_in(folder):
-    """Everything there but empty folders named after data sets."""
-    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() or p.name.endswith(".partial"))
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEDCPSL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.delenv("FEDCPSL_MIRROR", raising=False)
-    return tmp_path / "cache"
-
-
-def refusal(call):
-    """The one line that `call` is refused with."""
-    with pytest.raises(InputError) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 def test_a_file_is_downloaded_once(cache, monkeypatch):
@@ -396,34 +327,3 @@ def test_the_published_files_are_well_formed(monkeypatch):
         assert file.size > 0
         assert address(dataset, file) == file.url
     assert len({file.md5 for _, file in every}) == len(every)
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_progress_is_shown_on_a_terminal_and_wiped(monkeypatch, capsys):
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    assert list(progress.track(iter("abc"), "counting [letters]", total=3)) == ["a", "b", "c"]
-    with progress.bytes_bar("fetching", None) as advance:
-        advance(1000)
-    assert "counting [letters]" in terminal.getvalue()
-    assert "fetching" in terminal.getvalue()
-    assert capsys.readouterr().out == ""
-
-
-def test_progress_is_silent_elsewhere(capsys):
-    assert list(progress.track([1, 2], "counting")) == [1, 2]
-    with progress.bytes_bar("fetching", 10) as advance:
-        advance(10)
-    assert capsys.readouterr() == ("", "")
-
-
-def test_nothing_heavy_is_imported_before_it_is_needed():
-    code = (
-        "import sys, fedcpsl.progress, fedcpsl.data.download as d; print({'rich', 'urllib.request'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
