@@ -1,5 +1,7 @@
 """One thread (a suite of tiny models runs many times faster so) and small federations to test with."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,9 @@ from fedcpsl.data.federation import Federation
 from fedcpsl.data.roles import LABELLED, TEST, UNLABELLED
 
 torch.set_num_threads(1)
+needs_fork = pytest.mark.skipif(
+    sys.platform != "linux" or torch.cuda.is_available(), reason="processes are forked on Linux, and not beside a GPU"
+)
 
 
 def small_federation(sizes=((3, 5), (1, 7), (4, 2), (0, 6), (5, 0)), features=6, classes=3, tests=4, seed=0):

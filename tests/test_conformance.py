@@ -1,6 +1,5 @@
 """What every algorithm must satisfy. A new file under algorithms/ is tested by being there."""
 
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +17,7 @@ from fedcpsl.schedule import DeviceRound, draw_tasks
 from fedcpsl.simulation import initial_state, prepare, simulate
 from fedcpsl.simulation.rounds import next_state
 
-from .conftest import small_federation, small_model
+from .conftest import needs_fork, small_federation, small_model
 
 NAMES = sorted(all_algorithms())
 SWITCHES = ("unlabelled", "personal", "control_variates", "momentum", "normalised")
@@ -87,9 +86,7 @@ def test_chunking_changes_nothing(name, slots):
     assert_equal(final(make(name, "vectorised")), final(make(name, "vectorised", slots=slots)))
 
 
-@pytest.mark.skipif(
-    sys.platform != "linux" or torch.cuda.is_available(), reason="processes are forked on Linux, and not beside a GPU"
-)
+@needs_fork
 @pytest.mark.parametrize("executor", ["sequential", "vectorised"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_number_of_processes_changes_nothing(name, executor):

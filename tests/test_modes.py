@@ -14,7 +14,7 @@ from fedcpsl.runs.checkpoint import checkpoints, load_checkpoint, save_checkpoin
 from fedcpsl.simulation import initial_state, prepare, simulate
 from fedcpsl.simulation.rounds import draw_plan
 
-from .conftest import small_federation, small_model
+from .conftest import needs_fork, small_federation, small_model
 from .test_conformance import WORK, assert_equal, final, make
 
 PERSONAL = replace(WORK, personal_rounds=2)
@@ -61,17 +61,17 @@ def test_a_device_on_its_own_has_no_global_model_to_show():
     assert evaluation.losses["train_personal"] > 0
 
 
+@pytest.mark.parametrize("options", [{}, {"slots": 2}, pytest.param({"processes": 2}, marks=needs_fork)], ids=str)
 @pytest.mark.parametrize("work", [PERSONAL, TWO_PHASE], ids=["personal", "two-phase"])
 @pytest.mark.parametrize("model", ["plain", "dropout"])
-def test_executors_agree_on_personal_rounds(work, model):
+def test_executors_agree_on_personal_rounds(work, model, options):
     def network():
         torch.manual_seed(0)
         layers = [torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Dropout(0.3), torch.nn.Linear(8, 3)]
         return torch.nn.Sequential(*layers) if model == "dropout" else small_model()
 
     reference = final(make("fedcpsl", work=work, model=network()))
-    for options in ({}, {"slots": 2}, {"processes": 2}):
-        assert_equal(reference, final(make("fedcpsl", "vectorised", work=work, model=network(), **options)))
+    assert_equal(reference, final(make("fedcpsl", "vectorised", work=work, model=network(), **options)))
 
 
 def test_personal_rounds_train_every_localized_model_and_nothing_else():
