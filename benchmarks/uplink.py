@@ -20,6 +20,7 @@ from fedcpsl.algorithms import all_algorithms
 from fedcpsl.models import make_model
 from fedcpsl.simulation import initial_state
 from fedcpsl.simulation.executors import local_rounds
+from fedcpsl.simulation.slots import Ask, ground_of
 from fedcpsl.simulation.rounds import draw_plan, next_state
 
 SHAPES = {"mlp": (1, 28, 28), "cnn": (3, 32, 32)}
@@ -42,7 +43,9 @@ def uploads(name: str, model: str) -> tuple[int, int]:
     state = initial_state(setup)
     sent = setup.algorithm.broadcast(state.server)
     plan = draw_plan(state)
-    finished = next(iter(local_rounds(setup, plan, state.devices, state.targets.clone(), sent)))
+    finished = next(
+        iter(local_rounds([Ask(setup, plan, state.devices, sent)], ground_of(setup.shelf, state.targets.clone())))
+    )
     message = 0 if setup.method.parts.alone else len(save(_message(finished.upload)))
     before = initial_state(setup)
     counted = (next_state(before, plan).uplink_bytes - before.uplink_bytes) // len(plan)

@@ -75,7 +75,6 @@ def test_killed_and_resumed_it_ends_the_same(tmp_path):
     process.communicate()
     unfinished = fedcpsl("show", "b", cwd=tmp_path)
     assert (unfinished.returncode, "--resume b" in unfinished.stderr) == (2, True)
-    (tmp_path / "b" / "runs" / "apfl-seed1").mkdir()  # as if killed before its config was written
     resumed = fedcpsl("compare", "--resume", "b", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     for run in (tmp_path / "a" / "runs").iterdir():

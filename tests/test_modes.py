@@ -44,7 +44,7 @@ def test_a_device_on_its_own_labels_with_its_own_model():
     *_, before, after = states(setup)
     network = setup.method.network
     (task, *_) = [t for t in draw_plan(before) if setup.sizes.unlabelled[t.device]]
-    x = setup.shelf.x[setup.shelf.unlabelled_rows(task.device)]
+    x = setup.shelf.x(setup.shelf.unlabelled_rows(task.device))
     hyper = before.hyper(task.device)
     expected = closed_form_labels(
         network.log_probabilities(before.devices.theta_lc[task.device], x), hyper.alpha_p, hyper.alpha_r
@@ -105,7 +105,7 @@ def test_a_personal_round_by_hand():
         rows = torch.cat([torch.from_numpy(task.labelled[t]) + start, torch.from_numpy(task.unlabelled[t]) + start + n])
         labelled = torch.tensor([1 / 3] * 3 + [0] * 4, dtype=torch.float64)
         unlabelled = torch.tensor([0] * 3 + [1 / 4] * 4, dtype=torch.float64)
-        x = setup.shelf.x[rows]
+        x = setup.shelf.inputs.take(setup.shelf.source[rows])
         moving = theta_lc.clone().requires_grad_()
         log_h = torch.log_softmax(functional_call(network.module, network.named(moving), (x,)), -1)
         mixed = mixture(log_h, network.log_probabilities(before.server.theta, x), hyper.beta)
@@ -129,7 +129,7 @@ def test_two_phases():
     assert evaluate(end).localized is not None
     network = setup.method.network
     for i in range(5):
-        x = setup.shelf.x[setup.shelf.unlabelled_rows(i)]
+        x = setup.shelf.x(setup.shelf.unlabelled_rows(i))
         if len(x):
             log_h = network.log_probabilities(last.server.theta, x)
             expected = closed_form_labels(log_h, setup.hyper.alpha_p[i], setup.hyper.alpha_r[i])
@@ -142,7 +142,7 @@ def test_labels_from_the_mixture():
     *_, before, after = states(setup)
     network = setup.method.network
     for task in draw_plan(before):
-        x = setup.shelf.x[setup.shelf.unlabelled_rows(task.device)]
+        x = setup.shelf.x(setup.shelf.unlabelled_rows(task.device))
         if len(x):
             hyper = before.hyper(task.device)
             own = network.log_probabilities(before.devices.theta_lc[task.device], x)

@@ -59,7 +59,7 @@ def plain_gap(state, alpha_p, alpha_r, beta, eta_v=None):
     total = int(shelf.start[-1])
     for device in range(state.setup.devices):
         rows, n = shelf.all_rows(device), int(shelf.labelled[device])
-        x, target, weight = shelf.x[rows], state.targets[rows], (rows.stop - rows.start) / total
+        x, target, weight = shelf.x(rows), state.targets[rows], (rows.stop - rows.start) / total
         h, theta = distributions(x, state.server.theta)
         own = flat_gradient(plain_cost(h, target, n, alpha_p, alpha_r), theta)
         gradient = gradient + weight * own
@@ -184,7 +184,7 @@ def test_lower_estimate_is_the_exact_norm_at_a_point(dtype):
     norms, personal_norms = [], []
     for device in range(setup.devices):
         rows, n = setup.shelf.all_rows(device), int(setup.shelf.labelled[device])
-        x, target = setup.shelf.x[rows], state.targets[rows]
+        x, target = setup.shelf.x(rows), state.targets[rows]
 
         def h(theta, x=x):
             first, bias, second, other = theta.split([48, 8, 24, 3])

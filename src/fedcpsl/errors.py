@@ -11,6 +11,8 @@ class InputError(Exception):
 class RunError(Exception):
     """A run could not go on (a NaN, a full disk, a corrupt checkpoint). Exit code 1."""
 
+    run: int | None = None  # which, where several go together
+
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint for a misspelt name: the nearest known one, or all of them."""

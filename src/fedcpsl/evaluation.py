@@ -1,5 +1,6 @@
 """How good the models are: per device and over all, for the personal, the global and the localized model."""
 
+from collections.abc import Sequence
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -65,22 +66,72 @@ class Evaluation(NamedTuple):
 
 def evaluate(state: State, earlier: Predictions | None = None) -> Evaluation:
     """Every metric; `earlier` predictions are reused for devices whose localized model has not changed since."""
-    setup = state.setup
-    tests, validation = setup.shelf.test, setup.shelf.validation
-    predictions = predict(state, tests, earlier)
-    roster = setup.roster(max(state.round - 1, 0)).tolist()
-    general = _accuracy(tests, predictions.general, roster)
-    personal = _accuracy(tests, predictions.personal, roster)
+    return evaluate_together([state], [earlier])[0]
+
+
+def evaluate_together(states: Sequence[State], earlier: Sequence[Predictions | None]) -> list[Evaluation]:
+    """The metrics of many runs: everything is computed where the models are, and brought to the host once."""
+    predictions = [predict(s, s.setup.shelf.test, e) for s, e in zip(states, earlier, strict=True)]
+    measured = [_measure(state, made) for state, made in zip(states, predictions, strict=True)]
+    flat = [number for numbers in measured for number in numbers]
+    on_host = iter(torch.cat(flat).cpu().split([len(number) for number in flat]))
+    return [
+        _evaluation(state, made, Measured(*(next(on_host).numpy() for _ in Measured._fields)))
+        for state, made in zip(states, predictions, strict=True)
+    ]
+
+
+class Measured(NamedTuple):
+    """What an evaluation counts; empty where there is nothing to count."""
+
+    personal: Any  # [devices]: right predictions of every device
+    general: Any
+    localized: Any
+    validation: Any
+    losses: Any  # [0 to 3]: of those three
+    labels: Any  # right pseudo-labels, and how many could be judged
+
+
+@torch.no_grad()
+def _measure(state: State, made: Predictions) -> Measured:
+    tests, validation = state.setup.shelf.test, state.setup.shelf.validation
+    exact = torch.float32 if tests.x.device.type == "mps" else torch.float64
+    nothing = torch.zeros(0, device=tests.y.device, dtype=exact)
+
+    def right(held: Held, log_h: Tensor | None) -> Tensor:
+        if log_h is None:
+            return nothing
+        hits = torch.nn.functional.pad((log_h.argmax(-1) == held.y).to(exact).cumsum(0), (1, 0))
+        return hits[held.bounds].diff()
+
+    models = (made.personal, made.general, made.localized)
+    losses = [-m.gather(1, tests.y[:, None]).mean() for m in models if m is not None] if len(tests.x) else []
+    return Measured(
+        right(tests, made.personal),
+        right(tests, made.general),
+        right(tests, made.localized),
+        right(validation, predict(state, validation).personal) if len(validation.x) else nothing,
+        torch.stack(losses).to(exact) if losses else nothing,
+        _judged_labels(state).to(exact) if state.setup.method.parts.unlabelled else nothing,
+    )
+
+
+def _evaluation(state: State, made: Predictions, measured: Measured) -> Evaluation:
+    tests, validation = state.setup.shelf.test, state.setup.shelf.validation
+    roster = state.setup.roster(max(state.round - 1, 0))
+    general = _accuracy(tests, measured.general, roster)
+    personal = _accuracy(tests, measured.personal, roster)
     assert personal is not None
+    right, known = measured.labels.tolist() if len(measured.labels) else (0, 0)
     return Evaluation(
         personal=personal,
         general=general,
-        localized=_accuracy(tests, predictions.localized, roster),
+        localized=_accuracy(tests, measured.localized, roster),
         union=None if general is None else _over_union(tests, general),
-        validation=_accuracy(validation, predict(state, validation).personal, roster) if len(validation.x) else None,
-        losses=_losses(state, predictions),
-        pseudo_label_accuracy=pseudo_label_accuracy(state),
-        predictions=predictions,
+        validation=_accuracy(validation, measured.validation, roster),
+        losses=_losses(state, made, measured.losses),
+        pseudo_label_accuracy=right / known if known else None,
+        predictions=made,
     )
 
 
@@ -110,54 +161,47 @@ def predict(state: State, held: Held, earlier: Predictions | None = None) -> Pre
     return Predictions(personal, general, localized, versions)
 
 
-def pseudo_label_accuracy(state: State) -> float | None:
-    """How many pseudo-labels are right, over devices that have made some; None where nobody knows the truth."""
+def _judged_labels(state: State) -> Tensor:
+    """How many pseudo-labels are right, and how many could be."""
     setup = state.setup
-    if not setup.method.parts.unlabelled:
-        return None
     labelled_once = state.active_rounds > setup.warm_up
     if setup.two_phase and state.round > setup.rounds:
         labelled_once = np.ones_like(labelled_once)
     shelf = setup.shelf
-    judged = torch.from_numpy(labelled_once).to(shelf.device.device)[shelf.device] & shelf.hidden & (shelf.truth >= 0)
-    right, known = torch.stack([((state.targets.argmax(-1) == shelf.truth) & judged).sum(), judged.sum()]).tolist()
-    return right / known if known else None
+    judged = torch.from_numpy(labelled_once).to(shelf.where)[shelf.device] & shelf.hidden & (shelf.truth >= 0)
+    return torch.stack([((state.targets.argmax(-1) == shelf.truth) & judged).sum(), judged.sum()])
 
 
-def _losses(state: State, predictions: Predictions) -> dict[str, float | None]:
-    costs, tests = list(state.costs.values()), state.setup.shelf.test
+def _losses(state: State, made: Predictions, tested: NDArray[np.float64]) -> dict[str, float | None]:
+    costs, of_tests = list(state.costs.values()), iter(tested.tolist())
     alone = state.setup.method_after(state.round).trains_localized_alone
+    there = {"personal": made.personal, "global": made.general, "localized": made.localized}
     return {
         "train": None if alone else _mean([c[0] for c in costs]),
         "train_personal": _mean([c[-1] for c in costs if alone or len(c) > 1]),
-        "test_personal": _loss(tests, predictions.personal),
-        "test_global": _loss(tests, predictions.general),
-        "test_localized": _loss(tests, predictions.localized),
+        **{f"test_{name}": None if log_h is None else next(of_tests, None) for name, log_h in there.items()},
     }
 
 
-def _accuracy(held: Held, log_h: Tensor | None, roster: list[int]) -> Accuracy | None:
-    if log_h is None:
+def _accuracy(held: Held, right: NDArray[np.float64], roster: NDArray[np.int64]) -> Accuracy | None:
+    """From the right predictions of every device, over those in the roster that hold samples."""
+    if not len(right):
         return None
-    right = (log_h.argmax(-1) == held.y).double().cpu().numpy()
-    rows = {i: held.rows(i) for i in roster}
-    devices = {i: float(right[r].mean()) for i, r in rows.items() if r.stop > r.start}
-    if not devices:
+    sizes = np.diff(held.start)
+    tested = roster[sizes[roster] > 0]
+    if not len(tested):
         return Accuracy(float("nan"), float("nan"), float("nan"), {})
-    values = np.sort(list(devices.values()))
-    return Accuracy(float(values.mean()), float(values.std()), float(values[: ceil(len(values) / 10)].mean()), devices)
+    each = right[tested] / sizes[tested]
+    values = np.sort(each)
+    worst = values[: ceil(len(values) / 10)]
+    devices = dict(zip(tested.tolist(), each.tolist(), strict=True))
+    return Accuracy(float(values.mean()), float(values.std()), float(worst.mean()), devices)
 
 
 def _over_union(held: Held, accuracy: Accuracy) -> float:
     sizes = np.diff(held.start)
     tested = sum(int(sizes[i]) for i in accuracy.devices)
     return sum(a * int(sizes[i]) for i, a in accuracy.devices.items()) / tested if tested else float("nan")
-
-
-def _loss(held: Held, log_h: Tensor | None) -> float | None:
-    if log_h is None or not len(log_h):
-        return None
-    return float(-log_h.gather(1, held.y[:, None]).mean())
 
 
 def _mean(values: list[float]) -> float | None:

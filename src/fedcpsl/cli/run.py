@@ -103,7 +103,7 @@ def _dry_run(experiment: Any) -> int:
     setup = experiment.setup
     print(
         f"{setup.rounds} rounds of {setup.work.active} devices: {steps:,} local steps, at most {most:,} per device and "
-        f"round; {setup.method.network.initial.numel():,} parameters; {setup.executor} on {setup.shelf.x.device}\n"
+        f"round; {setup.method.network.initial.numel():,} parameters; {setup.executor} on {setup.shelf.where}\n"
         "nothing was run or written"
     )
     return 0

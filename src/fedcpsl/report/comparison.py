@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
@@ -17,7 +17,7 @@ from rich.table import Table
 from fedcpsl.report.page import html_page, inline_svg
 from fedcpsl.report.plots import curves_of_cases, heat_maps
 from fedcpsl.report.terminal import percent, size
-from fedcpsl.runs.comparison import Announce, Case, read_plan, run_folder, summarise
+from fedcpsl.runs.comparison import Announce, Planned, read_plan, run_folder, summarise
 from fedcpsl.runs.experiment import Watch
 from fedcpsl.runs.files import to_json, write_whole
 from fedcpsl.runs.folder import read_metrics
@@ -41,19 +41,26 @@ def comparison_progress(runs: int, console: Console) -> Iterator[Announce]:
         everything = bar.add_task("[bold]runs", total=runs, note="")
         current = bar.add_task("round", total=None, note="")
 
-        def announce(case: Case, seed: int, number: int, rounds: int) -> Watch:
-            bar.update(everything, completed=number - 1, note=f"{case.name}, seed {seed}")
+        def announce(company: Sequence[Planned], done: int) -> Sequence[Watch]:
+            rounds = company[0].config.work.rounds + company[0].config.work.personal_rounds
+            first = f"{company[0].case.name}, seed {company[0].seed}"
+            others = f" and {len(company) - 1} more, side by side" if len(company) > 1 else ""
+            bar.update(everything, completed=done, note=f"{first}{others}")
             bar.reset(current, total=rounds)
 
             def watch(round: int, metrics: dict[str, Any] | None) -> None:
-                bar.update(everything, completed=number - 1 + round / max(rounds, 1))
+                bar.update(everything, completed=done + len(company) * round / max(rounds, 1))
                 bar.update(current, completed=round)
                 if metrics:
                     bar.update(current, note=f"personal {percent(metrics['personal'])}")
 
-            return watch
+            return [watch, *[_look_away] * (len(company) - 1)]
 
         yield announce
+
+
+def _look_away(round: int, metrics: dict[str, Any] | None) -> None:
+    """The bar follows one of the runs that go together."""
 
 
 def print_comparison(folder: Path) -> None:

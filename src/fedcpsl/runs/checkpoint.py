@@ -38,7 +38,7 @@ def save_checkpoint(folder: Path, state: State) -> None:
 def load_checkpoint(path: Path, setup: Setup) -> State:
     """The state that `save_checkpoint` wrote, on the setup's device."""
     tensors, numbers = load_tensors(path)
-    device = setup.shelf.x.device
+    device = setup.shelf.where
     try:
         on_device = {k: t.to(device) for k, t in tensors.items()}
         return State(

@@ -16,9 +16,10 @@ from fedcpsl.config import Config, read_config, setting, to_toml, with_settings
 from fedcpsl.data.federation import Source
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.runs import folder as files
-from fedcpsl.runs.experiment import Watch, build, load_data, resume, start, with_whole_paths
+from fedcpsl.runs.experiment import Member, Watch, build, load_data, resume_together, start_together, with_whole_paths
 from fedcpsl.runs.files import to_json, write_whole
 from fedcpsl.settings import AUTO
+from fedcpsl.simulation.memory import runs_that_fit
 
 PLAN = "comparison.json"
 
@@ -151,32 +152,80 @@ def run_folder(folder: Path, case: Case, seed: int) -> Path:
     return folder / "runs" / f"{safe}-seed{seed}"
 
 
-Announce = Callable[[Case, int, int, int], Watch]  # case, seed, number of the run, its rounds
+class Planned(NamedTuple):
+    """One run of a comparison that is not finished."""
+
+    case: Case
+    seed: int
+    folder: Path
+    config: Config
+
+
+Announce = Callable[[Sequence[Planned], int], Sequence[Watch]]  # runs that go together, and how many were done before
 
 
 def run_all(folder: Path, plan: Plan, announce: Announce) -> bool:
     """Run, or go on with, everything that is not finished yet; False where a run was asked to stop."""
     with files.locked(folder):
         source: Source | None = None
-        number = 0
-        for seed in plan.seeds:
-            for case in plan.cases:
-                number += 1
-                own = run_folder(folder, case, seed)
-                config = with_settings(plan.base, case.settings | {"run.seed": seed})
-                watch = announce(case, seed, number, config.work.rounds + config.work.personal_rounds)
-                if (own / "models.safetensors").exists():
-                    continue
-                if own.exists() and not (own / "config.toml").exists():
-                    shutil.rmtree(own)  # killed before the run began
-                if own.exists():
-                    outcome = resume(own, watch)
-                else:
-                    source = source or load_data(plan.base.data)
-                    outcome = start(build(config, source if _same_data(case) else None), own, watch)
-                if not outcome.finished:
-                    return False
+        planned = [_planned(folder, plan, case, seed) for seed in plan.seeds for case in plan.cases]
+        left = [run for run in planned if not (run.folder / "models.safetensors").exists()]
+        done = len(planned) - len(left)
+        for company in begun_together(left):
+            shared = all(_same_data(run.case) for run in company)
+            source = source or (load_data(plan.base.data) if shared else None)
+            folders = [run.folder for run in company]
+            outcomes = resume_together(folders, announce(company, done), source if shared else None)
+            if not all(outcome.finished for outcome in outcomes):
+                return False
+            done += len(company)
+        waiting = [run for run in left if not run.folder.exists()]
+        while waiting:
+            first = waiting[0]
+            if source is None and _same_data(first.case):
+                source = load_data(plan.base.data)
+            experiments = [build(first.config, source if _same_data(first.case) else None)]
+            alike = [run for run in waiting if _program(run) == _program(first)]
+            company = alike[: runs_that_fit(experiments[0].setup)]
+            for run in company[1:]:
+                experiments.append(build(run.config, source if _same_data(run.case) else None, experiments[0]))
+            watches = announce(company, done)
+            runs = zip(experiments, company, watches, strict=True)
+            outcomes = start_together([Member(experiment, run.folder, watch) for experiment, run, watch in runs])
+            if not all(outcome.finished for outcome in outcomes):
+                return False
+            done += len(company)
+            waiting = [run for run in waiting if run not in company]
     return True
+
+
+def _planned(folder: Path, plan: Plan, case: Case, seed: int) -> Planned:
+    config = with_settings(plan.base, case.settings | {"run.seed": seed})
+    return Planned(case, seed, run_folder(folder, case, seed), config)
+
+
+def _program(run: Planned) -> Any:
+    """Equal for runs that can go together: the same model, kind of data, rounds and way to compute."""
+    config = run.config
+    reads = asdict(config.data) if not _same_data(run.case) else None
+    rounds = config.work.rounds + config.work.personal_rounds
+    return asdict(config.model), reads, rounds, asdict(replace(config.run, seed=0))
+
+
+def begun_together(left: Sequence[Planned]) -> list[list[Planned]]:
+    """The companies of unfinished runs that were begun; what was killed before it began is cleared away."""
+    companies: dict[tuple[str, ...], list[Planned]] = {}
+    for run in left:
+        if run.folder.exists() and not (run.folder / "config.toml").exists():
+            shutil.rmtree(run.folder)
+        elif run.folder.exists():
+            companies.setdefault(tuple(files.company_of(run.folder)), []).append(run)
+    for names, runs in list(companies.items()):
+        missing = [name for name in names if not (runs[0].folder.parent / name).exists()]
+        if missing and not any((run.folder / "metrics.jsonl").exists() for run in runs):
+            for run in companies.pop(names):  # killed while the company's folders were made
+                shutil.rmtree(run.folder)
+    return list(companies.values())
 
 
 def _same_data(case: Case) -> bool:

@@ -66,6 +66,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def company_of(folder: Path) -> list[str]:
+    """The runs that went side by side with this one, itself among them."""
+    company: list[str] = read_manifest(folder)["layout"].get("company", [folder.name])
+    return company
+
+
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     write_whole(folder / "manifest.json", to_json(manifest, indent=2) + "\n")
 

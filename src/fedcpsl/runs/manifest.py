@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from fedcpsl.data.federation import Federation
 from fedcpsl.simulation import Setup
 
 
-def make_manifest(setup: Setup, federation: Federation) -> dict[str, Any]:
-    """Everything that a reader needs to trust or repeat the run."""
+def make_manifest(setup: Setup, federation: Federation, company: Sequence[str]) -> dict[str, Any]:
+    """Everything that a reader needs to trust or repeat the run; `company` are the runs that go together."""
     return {
         "fedcpsl": fedcpsl.__version__,
         "git_commit": git_commit(),
@@ -33,8 +34,9 @@ def make_manifest(setup: Setup, federation: Federation) -> dict[str, Any]:
             "slots": setup.slots,
             "processes": setup.processes,
             "threads": torch.get_num_threads(),
+            "company": list(company),
         },
-        **environment(setup.shelf.x.device),
+        **environment(setup.shelf.where),
     }
 
 

@@ -1,63 +1,66 @@
 """Local steps as CUDA graphs: captured once, replayed without work on the host.
 
-A step is captured for a few widths, numbers of slots side by side. Everything that it reads or changes lies in buffers
-of its own (a `Stage`), which a round fills before it replays: models and momenta, the numbers of every slot, which rows
-each step draws, and the number of the step, which the step itself counts up.
+Steps are captured for a few widths, numbers of slots side by side, several steps in a row and one alone. Everything
+that they read or change lies in buffers of their own (a `Stage`), which a round fills before it replays: models and
+momenta, the numbers of every slot, which rows each step draws, and the number of the step, which they count up.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedcpsl.algorithm import Hyper, Local, Method, map_tensors
+from fedcpsl.algorithm import Hyper, Local, map_tensors
 from fedcpsl.problem import Samples
-from fedcpsl.simulation.executors import Feed, LocalSteps, steps_one_by_one, stretches
-from fedcpsl.simulation.setup import Setup
+from fedcpsl.simulation.executors import LocalSteps, Program, steps_one_by_one, stretches
+from fedcpsl.simulation.feed import Feed, taken
+from fedcpsl.simulation.slots import Ground
 
 WASTE = 1.3  # a stretch runs at most so many times the slots that need it
 WARM_UPS = 3  # of a step, before it is captured: libraries choose their algorithms then
+IN_A_ROW = 8  # steps of a longer graph: they gather their samples at once and share what depends on no step
 
 
 class Stage(NamedTuple):
-    """The buffers of up to so many slots and steps, and the graphs that work on them, by width."""
+    """The buffers of up to so many slots and steps, and the graphs that work on them, by width and steps."""
 
     local: Local
     hyper: Hyper
-    labelled: Tensor
-    unlabelled: Tensor
-    rows: Tensor  # [steps, slots, batch]
-    keys: Tensor | None
+    feed: Feed  # rows, inputs and keys are [steps, slots, batch]
     step: Tensor  # [1]: the number of the next step
-    graphs: dict[int, Any]
+    graphs: dict[tuple[int, int], Any]
 
     def width(self, slots: int) -> int:
         """The smallest width of the ladder that so many slots fit into."""
-        return min(width for width in ladder(self.rows.shape[1]) if width >= slots)
+        return min(width for width in ladder(self.feed.rows.shape[1]) if width >= slots)
+
+    def holds(self, feed: Feed) -> bool:
+        return all(mine >= needed for mine, needed in zip(self.feed.rows.shape[:2], feed.rows.shape[:2], strict=True))
 
 
 def captured_steps() -> LocalSteps:
-    """What takes local steps by replaying graphs, with the stages that it has made so far."""
-    stages: list[Stage] = []
-    refused: list[str] = []
+    """What takes local steps by replaying graphs, with the stages that it has made so far, one for each program."""
+    stages: dict[Any, Stage] = {}
+    refused: dict[Any, str] = {}
+    memory = torch.cuda.graph_pool_handle()  # one for all graphs: no two replay at a time
 
-    def take(
-        setup: Setup, method: Method, hyper: Hyper, local: Local, feed: Feed, targets: Tensor, counts: Sequence[int]
-    ) -> Local:
-        if refused or feed.partner is not None:
-            return steps_one_by_one(setup, method, hyper, local, feed, targets, counts)
-        stage = _stage_for(stages, local, hyper, feed)
+    def take(program: Program, hyper: Hyper, local: Local, feed: Feed, counts: Sequence[int]) -> Local:
+        if program.key in refused or feed.partner is not None:
+            return steps_one_by_one(program, hyper, local, feed, counts)
+        stage = stages.get(program.key)
+        if stage is None or not stage.holds(feed):
+            stage = stages[program.key] = _room_for(local, hyper, feed, stage)
         try:
-            for width in {stage.width(slots) for _, slots in stretches(counts)} - set(stage.graphs):
-                stage.graphs[width] = _capture(setup, method, stage, targets, width)
+            for size in sorted({size for size, _ in _replays(stage, counts)} - set(stage.graphs)):
+                stage.graphs[size] = _capture(program, stage, *size, memory)
         except RuntimeError as error:
-            refused.append(str(error).splitlines()[0])
+            refused[program.key] = str(error).splitlines()[0]
             logging.getLogger("fedcpsl").warning(
-                "local steps run one by one, this model cannot be captured: %s", refused[0]
+                "local steps run one by one, this model cannot be captured: %s", refused[program.key]
             )
-            return steps_one_by_one(setup, method, hyper, local, feed, targets, counts)
+            return steps_one_by_one(program, hyper, local, feed, counts)
         _fill(stage, hyper, local, feed)
         return _replay(stage, counts)
 
@@ -72,47 +75,58 @@ def ladder(slots: int) -> list[int]:
     return widths
 
 
+def _replays(stage: Stage, counts: Sequence[int]) -> Iterator[tuple[tuple[int, int], int]]:
+    """Which graphs (width and steps) are replayed one after the other, and how many slots each is for."""
+    for steps, running in stretches(counts):
+        width = stage.width(running)
+        for _ in range(len(steps) // IN_A_ROW):
+            yield (width, IN_A_ROW), running
+        for _ in range(len(steps) % IN_A_ROW):
+            yield (width, 1), running
+
+
 def _replay(stage: Stage, counts: Sequence[int]) -> Local:
     """The steps of a stage that was filled; slots that are done are set aside before others go on."""
     done: list[Local] = []
     left = len(counts)
-    for steps, running in stretches(counts):
-        done.insert(0, map_tensors(lambda t, a=running, b=left: t[a:b].clone(), stage.local))
+    for size, running in _replays(stage, counts):
+        if running < left:
+            done.insert(0, map_tensors(lambda t, a=running, b=left: t[a:b].clone(), stage.local))
         left = running
-        graph = stage.graphs[stage.width(running)]
-        for _ in steps:
-            graph.replay()
-    first = map_tensors(lambda t: t[:left].clone(), stage.local)
-    together: Local = map_tensors(lambda *pieces: torch.cat(pieces), first, *done)
+        stage.graphs[size].replay()
+    first: Local = map_tensors(lambda t: t[:left].clone(), stage.local)
+    together: Local = map_tensors(lambda *pieces: torch.cat(pieces), first, *done) if done else first
     return together
 
 
-def _stage_for(stages: list[Stage], local: Local, hyper: Hyper, feed: Feed) -> Stage:
-    """A stage that is large enough; a new one takes the place of one that is not."""
-    steps, slots = feed.rows.shape[:2]
-    if stages and stages[0].rows.shape[0] >= steps and stages[0].rows.shape[1] >= slots:
-        return stages[0]
-    if stages:
-        steps, slots = max(steps, stages[0].rows.shape[0]), max(slots, stages[0].rows.shape[1])
+def _room_for(local: Local, hyper: Hyper, feed: Feed, smaller: Stage | None) -> Stage:
+    """A stage that is large enough, also for what the one that it replaces held."""
+    steps, slots, _ = feed.rows.shape
+    if smaller:
+        steps, slots = (max(a, b) for a, b in zip((steps, slots), smaller.feed.rows.shape[:2], strict=True))
     steps = 1 << (steps - 1).bit_length()
 
-    def room(t: Tensor) -> Tensor:
-        return t.new_zeros(slots, *t.shape[1:])
+    def by_slot(t: Tensor | None) -> Any:
+        return None if t is None else t.new_zeros(slots, *t.shape[1:])
 
-    batch = feed.rows.shape[2]
-    stages[:] = [
-        Stage(
-            local=map_tensors(room, local),
-            hyper=map_tensors(room, hyper),
-            labelled=room(feed.labelled),
-            unlabelled=room(feed.unlabelled),
-            rows=feed.rows.new_zeros(steps, slots, batch),
-            keys=None if feed.keys is None else feed.keys.new_zeros(steps, slots, feed.keys.shape[2]),
-            step=torch.zeros(1, dtype=torch.int64, device=feed.rows.device),
-            graphs={},
-        )
-    ]
-    return stages[0]
+    def by_step(t: Tensor | None) -> Any:
+        return None if t is None else t.new_zeros(steps, slots, *t.shape[2:])
+
+    return Stage(
+        local=map_tensors(by_slot, local),
+        hyper=map_tensors(by_slot, hyper),
+        feed=Feed(
+            by_step(feed.rows),
+            by_step(feed.inputs),
+            by_slot(feed.labelled),
+            by_slot(feed.unlabelled),
+            by_step(feed.keys),
+            by_slot(feed.shift),
+            by_slot(feed.scale),
+        ),
+        step=torch.zeros(1, dtype=torch.int64, device=feed.rows.device),
+        graphs={},
+    )
 
 
 def _fill(stage: Stage, hyper: Hyper, local: Local, feed: Feed) -> None:
@@ -120,43 +134,49 @@ def _fill(stage: Stage, hyper: Hyper, local: Local, feed: Feed) -> None:
     slots, steps = len(feed.labelled), len(feed.rows)
     for mine, given in ((stage.local, local), (stage.hyper, hyper)):
         map_tensors(lambda to, new: to[:slots].copy_(new), mine, given)
-    stage.labelled[:slots].copy_(feed.labelled)
-    stage.unlabelled[:slots].copy_(feed.unlabelled)
-    stage.rows[:steps, :slots].copy_(feed.rows)
-    if stage.keys is not None and feed.keys is not None:
-        stage.keys[:steps, :slots].copy_(feed.keys)
+    for name, given in feed._asdict().items():
+        to = getattr(stage.feed, name)
+        if to is not None and name in ("rows", "inputs", "keys"):
+            to[:steps, :slots].copy_(given)
+        elif to is not None:
+            to[:slots].copy_(given)
     stage.step.zero_()
 
 
-def _capture(setup: Setup, method: Method, stage: Stage, targets: Tensor, width: int) -> Any:
-    """One step of the first `width` slots as a graph; it leaves the stage in disorder."""
+def _capture(program: Program, stage: Stage, width: int, steps: int, memory: Any) -> Any:
+    """Some steps of the first `width` slots as a graph; it leaves the stage in disorder."""
+    ahead = torch.arange(steps, device=stage.step.device)
 
-    def one_step() -> None:
+    def take_steps() -> None:
         # new objects, so that whatever depends on them is computed inside the graph and not remembered from before
         hyper: Hyper = map_tensors(lambda t: t[:width], stage.hyper)
         local: Local = map_tensors(lambda t: t[:width], stage.local)
-        rows = stage.rows.index_select(0, stage.step)[0, :width]
-        flat = rows.reshape(-1)
-        samples = Samples(
-            x=setup.shelf.x.index_select(0, flat).view(*rows.shape, *setup.shelf.x.shape[1:]),
-            target=targets.index_select(0, flat).view(*rows.shape, -1),
-            labelled=stage.labelled[:width],
-            unlabelled=stage.unlabelled[:width],
-            keys=None if stage.keys is None else stage.keys.index_select(0, stage.step)[0, :width],
-        )
-        after = setup.algorithm.step(method, hyper, local, samples)
-        local.costs.copy_(after.costs)
-        stage.step.add_(1)
+        costs = local.costs
+        for samples in _samples(program.ground, stage.feed.of_slots(slice(0, width)), stage.step + ahead):
+            local = program.algorithm.step(program.method, hyper, local, samples)
+        costs.copy_(local.costs)
+        stage.step.add_(steps)
 
     beside = torch.cuda.Stream()
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):
         for _ in range(WARM_UPS):
             stage.step.zero_()
-            one_step()
+            take_steps()
     torch.cuda.current_stream().wait_stream(beside)
     stage.step.zero_()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        one_step()
+    with torch.cuda.graph(graph, pool=memory):
+        take_steps()
     return graph
+
+
+def _samples(ground: Ground, feed: Feed, steps: Tensor) -> Iterator[Samples]:
+    """The minibatches of some steps, gathered at once; the numbers of the steps are on the device."""
+    rows, sources = (t.index_select(0, steps) for t in (feed.rows, feed.inputs))
+    shape = rows.shape
+    x = taken(ground.raw, sources.reshape(-1), shape, feed.shift, feed.scale)
+    target = ground.targets.index_select(0, rows.reshape(-1)).view(*shape, -1)
+    keys = [None] * len(steps) if feed.keys is None else feed.keys.index_select(0, steps).unbind()
+    for each in zip(x.unbind(), target.unbind(), keys, strict=True):
+        yield Samples(each[0], each[1], feed.labelled, feed.unlabelled, each[2])

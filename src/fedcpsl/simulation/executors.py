@@ -1,135 +1,148 @@
-"""Who calls the algorithm's functions: a loop over devices, or all of them side by side. Same answer."""
+"""Who calls the algorithm's functions: a loop over devices, or all of them side by side. Same answer.
+
+A slot is one active device of one run. The slots of many runs go side by side where their networks and batches have the
+same shapes: everything that may differ between them (seed, step sizes, weights, algorithm of the family) is data.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from fedcpsl.algorithm import Broadcast, Device, Hyper, Local, Method, Upload, map_tensors
-from fedcpsl.problem import Samples
+from fedcpsl.algorithm import Algorithm, Device, Hyper, Local, Method, Upload, map_tensors
 from fedcpsl.schedule import DeviceRound
+from fedcpsl.simulation.feed import Feed, feed_of, minibatches
+from fedcpsl.simulation.labels import renew_labels
 from fedcpsl.simulation.setup import Setup
+from fedcpsl.simulation.slots import Ask, Ground, Slot, hyper_of, states_of
 
-ROWS_AT_ONCE = 4096
+
+class Program(NamedTuple):
+    """What the slots of a group share."""
+
+    key: tuple[Any, ...]  # equal for groups that one captured step serves
+    algorithm: Algorithm
+    method: Method
+    ground: Ground
 
 
 class Finished(NamedTuple):
-    """What one group of devices leaves behind; every field has a leading dimension, the devices of `group`."""
+    """What some devices of one run leave behind; every field has a leading dimension, the devices of `group`."""
 
+    run: int
     group: list[DeviceRound]
     device: Device
     upload: Upload
     costs: Tensor  # [devices, 1 or 2]: mean f_i and F_i over the steps
 
 
-class Feed(NamedTuple):
-    """The minibatches of one group for one round, as row numbers into the shelf, slots last to first finished."""
-
-    rows: Tensor  # [steps, slots, batch]
-    labelled: Tensor  # [slots, batch]: the weights of Samples
-    unlabelled: Tensor
-    keys: Tensor | None
-    partner: Tensor | None = None  # [rows, classes]: log h(theta; x) of the group's samples, theta fixed
-    partner_rows: Tensor | None = None  # [steps, slots, batch]: where a sample's row is there
+LocalSteps = Callable[[Program, Hyper, Local, Feed, Sequence[int]], Local]
+LocalRounds = Callable[[Sequence[Ask], Ground], Iterator[Finished]]
 
 
-LocalSteps = Callable[[Setup, Method, Hyper, Local, Feed, Tensor, Sequence[int]], Local]
-LocalRounds = Callable[[Setup, Sequence[DeviceRound], Device, Tensor, Broadcast], Iterator[Finished]]
-
-
-def local_rounds(
-    setup: Setup,
-    plan: Sequence[DeviceRound],
-    devices: Device,
-    targets: Tensor,
-    broadcast: Broadcast,
-    take_steps: LocalSteps | None = None,
-) -> Iterator[Finished]:
+def local_rounds(asks: Sequence[Ask], ground: Ground, take_steps: LocalSteps | None = None) -> Iterator[Finished]:
     """New pseudo-labels for the planned devices, then their local steps, group by group, in device order."""
-    if setup.method.parts.unlabelled:
-        for task in plan:
-            if task.relabels and not task.warming:
-                _relabel(setup, task.device, devices, targets, broadcast)
-    size = setup.slots or 1
-    for first in range(0, len(plan), size):
-        group = plan[first : first + size]
-        if setup.slots:
-            yield _side_by_side(setup, group, devices, targets, broadcast, take_steps or steps_one_by_one)
+    renew_labels(asks, ground)
+    for program, group in groups(asks, ground):
+        if len(group) == 1 and not group[0].ask.setup.vectorised:
+            yield _one(program, group[0])
         else:
-            yield _one(setup, group, devices, targets, broadcast)
+            yield from _side_by_side(program, group, take_steps or steps_one_by_one)
 
 
-def _relabel(setup: Setup, device: int, devices: Device, targets: Tensor, broadcast: Broadcast) -> None:
-    """Renew a device's rows of `targets`, in place."""
-    rows = setup.shelf.unlabelled_rows(device)
-    kept, hyper = (map_tensors(lambda t: t[device], state) for state in (devices, setup.hyper))
-    for first in range(rows.start, rows.stop, ROWS_AT_ONCE):
-        some = slice(first, min(first + ROWS_AT_ONCE, rows.stop))
-        targets[some] = setup.algorithm.relabel(
-            setup.method, hyper, broadcast, kept, setup.shelf.x[some], targets[some], rows.stop - rows.start
-        )
+def groups(asks: Sequence[Ask], ground: Ground) -> Iterator[tuple[Program, list[Slot]]]:
+    """The slots of all runs, those that can go side by side together, at most as many as the runs allow."""
+    together: dict[tuple[Any, ...], list[Slot]] = {}
+    for run, ask in enumerate(asks):
+        for task in ask.plan:
+            together.setdefault(_program_key(ask.setup, task), []).append(Slot(run, ask, task))
+    for key, slots in together.items():
+        setup = slots[0].ask.setup
+        most = min((slot.ask.setup.slots or len(slots)) for slot in slots) if setup.vectorised else 1
+        method = _method_for_all(slots)
+        for piece in _even_pieces(len(slots), most):
+            yield Program(key, setup.algorithm, method, ground), slots[piece]
 
 
-def _one(
-    setup: Setup, group: Sequence[DeviceRound], devices: Device, targets: Tensor, broadcast: Broadcast
-) -> Finished:
-    (task,) = group
-    algorithm, method = setup.algorithm, setup.method_of(task)
-    hyper: Hyper = map_tensors(lambda t: t[0], hyper_of(setup, group))
-    device: Device = map_tensors(lambda t: t[task.device].clone(), devices)
-    feed = _of_slots(_feed(setup, group, broadcast), 0)
-    local = algorithm.begin(method, hyper, broadcast, device)
-    for samples in _minibatches(setup, targets, feed, range(task.steps)):
-        local = algorithm.step(method, hyper, local, samples)
-    steps = torch.tensor(task.steps, device=targets.device)
-    device, upload = algorithm.finish(method, hyper, broadcast, device, local, steps)
-    device, upload = (map_tensors(lambda t: t[None], state) for state in (device, upload))
-    return Finished(list(group), device, upload, local.costs[None] / task.steps)
-
-
-def _side_by_side(
-    setup: Setup,
-    group: Sequence[DeviceRound],
-    devices: Device,
-    targets: Tensor,
-    broadcast: Broadcast,
-    take_steps: LocalSteps,
-) -> Finished:
-    """All slots at once, those with most steps first."""
-    algorithm, method = setup.algorithm, setup.method_of(group[0])
-    longest_first = sorted(group, key=lambda task: -task.steps)
-    index = torch.tensor([task.device for task in longest_first], device=targets.device)
-    hyper = hyper_of(setup, longest_first)
-    device: Device = map_tensors(lambda t: t[index], devices)
-    feed = _feed(setup, longest_first, broadcast)
-    local = algorithm.begin(method, hyper, broadcast, device)
-    local = take_steps(setup, method, hyper, local, feed, targets, [task.steps for task in longest_first])
-    steps_done = torch.tensor([task.steps for task in longest_first], device=targets.device)
-    device, upload = algorithm.finish(method, hyper, broadcast, device, local, steps_done)
-    back = torch.tensor(np.argsort([task.device for task in longest_first]), device=targets.device)
-    return Finished(
-        list(group),
-        map_tensors(lambda t: t[back], device),
-        map_tensors(lambda t: t[back], upload),
-        (local.costs / steps_done[:, None])[back],
+def _program_key(setup: Setup, task: DeviceRound) -> tuple[Any, ...]:
+    """Equal for slots whose steps are one program."""
+    method = setup.method_of(task)
+    return (
+        id(method.network.module),
+        setup.vectorised,
+        setup.algorithm,
+        method.costs,
+        method.parts.personal,
+        method.parts.alone,
+        method.personal_round,
+        setup.batch_widths,
     )
 
 
-def steps_one_by_one(
-    setup: Setup, method: Method, hyper: Hyper, local: Local, feed: Feed, targets: Tensor, counts: Sequence[int]
-) -> Local:
+def _method_for_all(slots: Sequence[Slot]) -> Method:
+    """The first one's method, with control variates if any has them: those of the others are zero."""
+    method = slots[0].ask.setup.method_of(slots[0].task)
+    controlled = any(slot.ask.setup.method.parts.control_variates for slot in slots)
+    return method._replace(parts=method.parts._replace(control_variates=controlled))
+
+
+def _even_pieces(count: int, most: int) -> Iterator[slice]:
+    pieces = -(-count // most)
+    ends = [round(count * k / pieces) for k in range(pieces + 1)]
+    for first, last in pairwise(ends):
+        yield slice(first, last)
+
+
+def _one(program: Program, slot: Slot) -> Finished:
+    task, algorithm, method = slot.task, program.algorithm, program.method
+    hyper: Hyper = map_tensors(lambda t: t[0], hyper_of([slot]))
+    device: Device = map_tensors(lambda t: t[task.device].clone(), slot.ask.devices)
+    broadcast = slot.ask.broadcast
+    feed = feed_of([slot], program.ground).of_slots(0)
+    local = algorithm.begin(method, hyper, broadcast, device)
+    for samples in minibatches(program.ground, feed, range(task.steps)):
+        local = algorithm.step(method, hyper, local, samples)
+    steps = torch.tensor(task.steps, device=feed.rows.device)
+    device, upload = algorithm.finish(method, hyper, broadcast, device, local, steps)
+    device, upload = (map_tensors(lambda t: t[None], state) for state in (device, upload))
+    return Finished(slot.run, [task], device, upload, local.costs[None] / task.steps)
+
+
+def _side_by_side(program: Program, group: Sequence[Slot], take_steps: LocalSteps) -> Iterator[Finished]:
+    """All slots at once, those with most steps first."""
+    algorithm, method = program.algorithm, program.method
+    longest_first = sorted(group, key=lambda slot: -slot.task.steps)
+    hyper, feed = hyper_of(longest_first), feed_of(longest_first, program.ground)
+    device, broadcast = states_of(longest_first, method)
+    local = algorithm.begin(method, hyper, broadcast, device)
+    counts = [slot.task.steps for slot in longest_first]
+    local = take_steps(program, hyper, local, feed, counts)
+    steps = torch.tensor(counts, device=feed.rows.device)
+    device, upload = algorithm.finish(method, hyper, broadcast, device, local, steps)
+    costs = local.costs / steps[:, None]
+    position = {(slot.run, slot.task.device): i for i, slot in enumerate(longest_first)}
+    for run in dict.fromkeys(slot.run for slot in group):
+        own = [slot for slot in group if slot.run == run]
+        back = torch.tensor([position[run, slot.task.device] for slot in own], device=feed.rows.device)
+        kept: Device = map_tensors(lambda t, i=back: t[i], device)
+        kept = Device(
+            *(new if had.numel() else had[: len(own)] for new, had in zip(kept, own[0].ask.devices, strict=True))
+        )
+        sent: Upload = map_tensors(lambda t, i=back: t[i], upload)
+        yield Finished(run, [slot.task for slot in own], kept, sent, costs[back])
+
+
+def steps_one_by_one(program: Program, hyper: Hyper, local: Local, feed: Feed, counts: Sequence[int]) -> Local:
     """The local steps of all slots, `counts` largest first: those that are done drop off the end, so none is wasted."""
     done: list[Local] = []
     for steps, slots in stretches(counts):
         done.insert(0, map_tensors(lambda t, n=slots: t[n:], local))
         local = map_tensors(lambda t, n=slots: t[:n], local)
         running: Hyper = map_tensors(lambda t, n=slots: t[:n], hyper)
-        fed = _of_slots(feed, slice(0, slots))
-        for samples in _minibatches(setup, targets, fed, steps):
-            local = setup.algorithm.step(method, running, local, samples)
+        for samples in minibatches(program.ground, feed.of_slots(slice(0, slots)), steps):
+            local = program.algorithm.step(program.method, running, local, samples)
     together: Local = map_tensors(lambda *pieces: torch.cat(pieces), local, *done)
     return together
 
@@ -141,93 +154,3 @@ def stretches(steps: Sequence[int]) -> Iterator[tuple[range, int]]:
         if steps[slots - 1] > begun:
             yield range(begun, steps[slots - 1]), slots
             begun = steps[slots - 1]
-
-
-def hyper_of(setup: Setup, group: Sequence[DeviceRound]) -> Hyper:
-    """The numbers of some devices, one of each per slot; a device that warms up has no unlabelled terms."""
-    index = torch.tensor([task.device for task in group], device=setup.hyper.eta.device)
-    hyper: Hyper = map_tensors(lambda t: t[index], setup.hyper)
-    if any(task.warming for task in group):
-        used = torch.tensor([not task.warming for task in group]).to(hyper.eta)
-        hyper = hyper._replace(alpha_p=hyper.alpha_p * used, alpha_r=hyper.alpha_r * used)
-    return hyper
-
-
-def _feed(setup: Setup, group: Sequence[DeviceRound], broadcast: Broadcast) -> Feed:
-    shelf, work = setup.shelf, setup.work
-    widths = (work.batch_labelled, work.batch_unlabelled if setup.method.parts.unlabelled else 0)
-    longest = max(task.steps for task in group)
-    rows = np.zeros((longest, len(group), sum(widths)), np.int64)
-    weights = np.zeros((2, len(group), sum(widths)))
-    keys = np.zeros(rows.shape, np.int64) if setup.method.network.has_dropout else None
-    for slot, task in enumerate(group):
-        start = shelf.start[task.device]
-        for kind, (drawn, offset) in enumerate(
-            [(task.labelled, start), (task.unlabelled, start + shelf.labelled[task.device])]
-        ):
-            if drawn.shape[1] and widths[kind]:
-                columns = slice(kind * widths[0], kind * widths[0] + drawn.shape[1])
-                rows[: task.steps, slot, columns] = drawn + offset
-                weights[kind, slot, columns] = 1 / drawn.shape[1]
-        if keys is not None and task.keys is not None:
-            keys[: task.steps, slot] = task.keys
-
-    def on_device(array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(shelf.x.device)
-
-    weights = weights.astype(np.float64 if shelf.x.dtype == torch.float64 else np.float32)
-    partner = _partner(setup, group, broadcast) if group[0].personal else None
-    within = rows - (shelf.start[[task.device for task in group]] - _first_rows(setup, group))[:, None]
-    return Feed(
-        on_device(rows),
-        on_device(weights[0]),
-        on_device(weights[1]),
-        None if keys is None else on_device(keys),
-        partner,
-        None if partner is None else on_device(within.clip(min=0)),
-    )
-
-
-def _first_rows(setup: Setup, group: Sequence[DeviceRound]) -> NDArray[np.int64]:
-    """Where each device's samples begin if those of the group are put one after another."""
-    counts = [setup.shelf.start[task.device + 1] - setup.shelf.start[task.device] for task in group]
-    return np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64)
-
-
-def _partner(setup: Setup, group: Sequence[DeviceRound], broadcast: Broadcast) -> Tensor:
-    """log h(theta; x) of all samples of the group's devices, in evaluation mode."""
-    predict = setup.method.network.log_probabilities
-    with torch.no_grad():
-        return torch.cat(
-            [
-                predict(broadcast.theta, some)
-                for task in group
-                for some in setup.shelf.x[setup.shelf.all_rows(task.device)].split(ROWS_AT_ONCE)
-            ]
-        )
-
-
-def _of_slots(feed: Feed, slots: int | slice) -> Feed:
-    return Feed(
-        feed.rows[:, slots],
-        feed.labelled[slots],
-        feed.unlabelled[slots],
-        None if feed.keys is None else feed.keys[:, slots],
-        feed.partner,
-        None if feed.partner_rows is None else feed.partner_rows[:, slots],
-    )
-
-
-def _minibatches(setup: Setup, targets: Tensor, feed: Feed, steps: range) -> Iterator[Samples]:
-    """The samples of some steps, gathered one step at a time."""
-    x, shape = setup.shelf.x, feed.rows.shape[1:]
-    all_rows = feed.rows[steps.start : steps.stop].reshape(len(steps), -1).unbind()
-    for t, rows in zip(steps, all_rows, strict=True):
-        yield Samples(
-            x=x.index_select(0, rows).view(*shape, *x.shape[1:]),
-            target=targets.index_select(0, rows).view(*shape, -1),
-            labelled=feed.labelled,
-            unlabelled=feed.unlabelled,
-            keys=None if feed.keys is None else feed.keys[t],
-            partner=None if feed.partner is None or feed.partner_rows is None else feed.partner[feed.partner_rows[t]],
-        )

@@ -1,6 +1,7 @@
 """The rounds of a simulation. The caller owns the loop."""
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from fedcpsl.errors import RunError
 from fedcpsl.schedule import DeviceRound, draw_active, draw_tasks
 from fedcpsl.simulation.executors import Finished, LocalRounds, local_rounds
 from fedcpsl.simulation.setup import Setup
+from fedcpsl.simulation.slots import Ask, Ground, common_ground, ground_of
 from fedcpsl.simulation.workers import shared_rounds
 
 SMALLER = "use a smaller algorithm.eta (or algorithm.alpha_p)"
@@ -51,15 +53,32 @@ class State(NamedTuple):
 
 def simulate(setup: Setup, start: State | None = None) -> Iterator[State]:
     """Yield the state at the start (unless `start` is given, to go on from) and after every round."""
-    state = start or initial_state(setup)
-    if start is None:
+    for (state,) in simulate_together([setup], None if start is None else [start]):
         yield state
-    broadcast = setup.algorithm.broadcast(state.server)
-    with shared_rounds(setup, state.devices, state.targets, broadcast) as (devices, targets, run):
-        state = state._replace(devices=devices, targets=targets)
-        while state.round < setup.total_rounds:
-            state = next_state(state, draw_plan(state), run)
-            yield state
+
+
+def simulate_together(setups: Sequence[Setup], start: Sequence[State] | None = None) -> Iterator[list[State]]:
+    """Many runs at once, in step; those of one network (see `prepare`) share what computes them.
+
+    Yields the states of all runs at the start (unless given) and after every round. A run that has had all its rounds
+    keeps its last state.
+    """
+    states = list(start or map(initial_state, setups))
+    if start is None:
+        yield states
+    ground = common_ground([setup.shelf for setup in setups], [state.targets for state in states])
+    first_rows = [0, *accumulate(len(state.targets) for state in states)]
+    asks = [
+        Ask(state.setup, (), state.devices, state.setup.algorithm.broadcast(state.server), first)
+        for state, first in zip(states, first_rows, strict=False)
+    ]
+    with shared_rounds(asks, ground) as (devices, ground, run):
+        pieces = ground.targets.split([len(state.targets) for state in states])
+        states = [s._replace(devices=d, targets=t) for s, d, t in zip(states, devices, pieces, strict=True)]
+        while any(state.round < state.setup.total_rounds for state in states):
+            plans = [draw_plan(state) if state.round < state.setup.total_rounds else None for state in states]
+            states = next_states(states, plans, ground, first_rows, run)
+            yield states
 
 
 def draw_plan(state: State) -> list[DeviceRound]:
@@ -106,27 +125,73 @@ def initial_state(setup: Setup) -> State:
 
 def next_state(state: State, plan: Sequence[DeviceRound], run: LocalRounds = local_rounds) -> State:
     """One round of Algorithm 1 by a given schedule."""
-    setup = state.setup
-    state = _admit_joiners(state)
-    roster = setup.roster(state.round)
-    broadcast = setup.algorithm.broadcast(state.server)
-    working = [task for task in plan if task.steps > 0]  # a device that can do nothing changes nothing
-    totals: list[Sum] = []
-    costs: dict[int, list[float]] = {}
-    for finished in run(setup, working, state.devices, state.targets, broadcast):
-        _stop_if_not_finite(state.round + 1, setup, finished)
-        counted = _keep(state, finished, broadcast, setup.samples_in(roster))
-        totals += [counted] if counted else []
-        costs |= {task.device: c for task, c in zip(finished.group, finished.costs.tolist(), strict=True)}
-    server = state.server
+    return next_states([state], [plan], ground_of(state.setup.shelf, state.targets), [0], run)[0]
+
+
+def next_states(
+    states: Sequence[State],
+    plans: Sequence[Sequence[DeviceRound] | None],
+    ground: Ground,
+    first_rows: Sequence[int],
+    run: LocalRounds,
+) -> list[State]:
+    """One round of every run that has a plan."""
+    states = [_admit_joiners(state) if plan is not None else state for state, plan in zip(states, plans, strict=True)]
+    asks = [  # a device that can do nothing changes nothing
+        Ask(
+            state.setup,
+            [task for task in plan or () if task.steps > 0],
+            state.devices,
+            state.setup.algorithm.broadcast(state.server),
+            first,
+        )
+        for state, plan, first in zip(states, plans, first_rows, strict=False)
+    ]
+    totals: list[list[Sum]] = [[] for _ in states]
+    costs: list[dict[int, list[float]]] = [{} for _ in states]
+    all_finished = list(run(asks, ground))  # whatever the host waits for below, everything is under way by now
+    _stop_if_not_finite(states, all_finished)
+    for finished in all_finished:
+        counted = _keep(states[finished.run], finished, asks[finished.run].broadcast)
+        totals[finished.run] += [counted] if counted else []
+    for finished, values in zip(all_finished, _on_host([f.costs for f in all_finished]), strict=True):
+        costs[finished.run] |= dict(zip((task.device for task in finished.group), values.tolist(), strict=True))
+    after = [
+        state if plan is None else _after(state, plan, ask, total, cost)
+        for state, plan, ask, total, cost in zip(states, plans, asks, totals, costs, strict=True)
+    ]
+    fine = torch.stack([state.server.theta.isfinite().all() for state in after]).tolist()
+    if not all(fine):
+        where = fine.index(False)
+        raise _of_run(where, f"the global model is no longer finite after round {after[where].round}; {SMALLER}")
+    return after
+
+
+def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors brought to the host all at once, in place of waiting for each."""
+    if not tensors:
+        return []
+    flat = torch.cat([t.flatten() for t in tensors]).cpu().split([t.numel() for t in tensors])
+    return [piece.view(t.shape) for piece, t in zip(flat, tensors, strict=True)]
+
+
+def _of_run(run: int, text: str) -> RunError:
+    error = RunError(text)
+    error.run = run
+    return error
+
+
+def _after(
+    state: State, plan: Sequence[DeviceRound], ask: Ask, totals: list[Sum], costs: dict[int, list[float]]
+) -> State:
+    """The state once the server has counted the round's uploads."""
+    setup, server, working = state.setup, state.server, ask.plan
     if totals:
         total = totals[0] if len(totals) == 1 else Sum(*(sum(f[1:], f[0]) for f in zip(*totals, strict=True)))
-        server = setup.algorithm.apply(setup.method, server, total, len(roster))
-        if not server.theta.isfinite().all():
-            raise RunError(f"the global model is no longer finite after round {state.round + 1}; {SMALLER}")
+        server = setup.algorithm.apply(setup.method, server, total, len(setup.roster(state.round)))
     active_rounds = state.active_rounds.copy()
     active_rounds[[task.device for task in working if not task.personal]] += 1
-    up, down = _traffic(setup, state.round, broadcast)
+    up, down = _traffic(setup, state.round, ask.broadcast)
     return state._replace(
         round=state.round + 1,
         server=server,
@@ -167,7 +232,7 @@ def _admit_joiners(state: State) -> State:
     )
 
 
-def _keep(state: State, finished: Finished, broadcast: Broadcast, samples: int) -> Sum | None:
+def _keep(state: State, finished: Finished, broadcast: Broadcast) -> Sum | None:
     """Store what the devices keep; sum what the server counts, and let those devices know."""
     setup, algorithm = state.setup, state.setup.algorithm
     method = setup.method_of(finished.group[0])
@@ -184,6 +249,7 @@ def _keep(state: State, finished: Finished, broadcast: Broadcast, samples: int) 
     device, upload = (map_tensors(lambda t: t[slots], group) for group in (finished.device, finished.upload))
     _put(state.devices, counted, algorithm.commit(method, hyper, broadcast, device, upload))
     sizes = setup.sizes.labelled[counted] + setup.sizes.unlabelled[counted]
+    samples = setup.samples_in(setup.roster(state.round))
     weights = torch.from_numpy(sizes / samples).to(state.targets)
     total: Sum = map_tensors(lambda t: t.sum(0), algorithm.contribution(method, hyper, upload, weights))
     return total
@@ -194,15 +260,21 @@ def _put(devices: Device, which: list[int], values: Device) -> None:
         kept[torch.tensor(which, device=kept.device)] = new
 
 
-def _stop_if_not_finite(round: int, setup: Setup, finished: Finished) -> None:
-    fine = finished.costs.isfinite().all(-1)
-    for kept in (finished.upload.delta, finished.device.theta_lc):
-        fine = fine & kept.isfinite().all(-1)
-    if not fine.all():
-        device = finished.group[int((~fine).nonzero()[0])].device
-        raise RunError(
-            f"the loss of device {setup.names[device]} is no longer a finite number in round {round}; {SMALLER}"
-        )
+def _stop_if_not_finite(states: Sequence[State], all_finished: Sequence[Finished]) -> None:
+    """A run whose numbers are lost ends here, before anything is kept."""
+
+    def fine(finished: Finished) -> Tensor:
+        parts = (finished.costs, finished.upload.delta, finished.device.theta_lc)
+        return torch.stack([part.isfinite().all(-1) for part in parts]).all(0)
+
+    for finished, each in zip(all_finished, _on_host([fine(f) for f in all_finished]), strict=True):
+        if not each.all():
+            state, device = states[finished.run], finished.group[int((~each).nonzero()[0])].device
+            raise _of_run(
+                finished.run,
+                f"the loss of device {state.setup.names[device]} is no longer a finite number in round "
+                f"{state.round + 1}; {SMALLER}",
+            )
 
 
 def _broadcast_bytes(broadcast: Broadcast) -> int:

@@ -1,12 +1,13 @@
 """From a federation, a model and settings to everything that stays fixed during a run."""
 
 import sys
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from fedcpsl import config as settings
 from fedcpsl import schedule
@@ -26,6 +27,7 @@ class Setup(NamedTuple):
     method: Method
     personal_method: Method  # of the personal rounds
     hyper: Hyper  # one of each per device, [devices]
+    numbers: NDArray[np.float64]  # the same as one table on the host, [numbers, devices]
     work: schedule.Work
     rounds: int  # in which the server takes part
     personal_rounds: int  # after those
@@ -36,7 +38,8 @@ class Setup(NamedTuple):
     shelf: Shelf
     names: tuple[str, ...]
     seed: int
-    slots: int  # devices side by side; 0: one after another
+    vectorised: bool  # devices side by side, or one after another
+    slots: int  # most devices side by side; 0: all
     processes: int  # that share each round's devices
 
     @property
@@ -45,7 +48,12 @@ class Setup(NamedTuple):
 
     @property
     def executor(self) -> str:
-        return "vectorised" if self.slots else "sequential"
+        return "vectorised" if self.vectorised else "sequential"
+
+    @property
+    def batch_widths(self) -> tuple[int, int]:
+        """Labelled and unlabelled samples of a minibatch."""
+        return self.work.batch_labelled, self.work.batch_unlabelled if self.method.parts.unlabelled else 0
 
     @property
     def total_rounds(self) -> int:
@@ -78,8 +86,13 @@ def prepare(
     work: settings.Work | None = None,
     run: settings.Run | None = None,
     costs: Costs | None = None,
+    beside: Setup | None = None,
 ) -> Setup:
-    """Check everything once, at the edge, and put the data where it will be used."""
+    """Check everything once, at the edge, and put the data where it will be used.
+
+    `beside` is the setup of another run with the same model, on the same samples or others: the two then share what
+    they can, and `simulate_together` runs their devices side by side. Only the model's starting point is its own.
+    """
     algorithm, work, run = algorithm or settings.Algorithm(), work or settings.Work(), run or settings.Run()
     for section, values in (("algorithm", algorithm), ("work", work), ("run", run)):
         settings.check(section, values)
@@ -88,9 +101,10 @@ def prepare(
     device = choose_device(run.device)
     dtype = choose_dtype(run.dtype, device)
     set_precision(run.precision)
-    shelf = shelve(federation, device, dtype)
-    network = Network(model, shelf.x, federation.classes)
+    shelf = shelve(federation, device, dtype, beside.shelf if beside else None)
+    network = _network(model, shelf, federation.classes, beside.method.network if beside else None)
     network.batched = choose_executor(run.executor, network, device) == "vectorised"
+    numbers = _numbers(algorithm, parts, federation.devices)
     joins = _joins(work, federation.devices)
     active = choose_active(work.active, parts, federation.devices - work.joiners)
     _check_modes(algorithm, work, parts)
@@ -106,7 +120,8 @@ def prepare(
         algorithm=implementation,
         method=method,
         personal_method=method._replace(parts=kept, personal_round=True),
-        hyper=_hyper(algorithm, parts, federation.devices, device, dtype),
+        hyper=Hyper(*torch.from_numpy(numbers).to(dtype).to(device)),
+        numbers=numbers,
         work=schedule.Work(
             active=active,
             unit=work.unit,
@@ -126,7 +141,8 @@ def prepare(
         shelf=shelf,
         names=federation.names,
         seed=run.seed,
-        slots=(run.slots or federation.devices) if network.batched else 0,
+        vectorised=network.batched,
+        slots=run.slots,
         processes=choose_processes(run.processes, device, active),
     )
 
@@ -214,27 +230,40 @@ def choose_processes(processes: int | str, device: torch.device, active: int) ->
     return int(processes)
 
 
-def _hyper(
-    algorithm: settings.Algorithm, parts: Parts, devices: int, device: torch.device, dtype: torch.dtype
-) -> Hyper:
+def _network(model: nn.Module, shelf: Shelf, classes: int, beside: Network | None) -> Network:
+    """A network of its own, or another run's with this model's starting point where only that differs."""
+    if beside is None or not _differ_in_start_only(model, beside):
+        return Network(model, shelf.inputs.take(shelf.source[:2]), classes)
+    own, trained = copy(beside), dict(model.named_parameters())
+    own.initial = torch.cat([trained[name].detach().flatten() for name in beside.shapes]).to(beside.initial)
+    return own
+
+
+def _differ_in_start_only(model: nn.Module, network: Network) -> bool:
+    trained = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+    others = network.module.state_dict()
+    fixed = {name: t for name, t in model.state_dict().items() if name not in trained}
+    return trained == network.shapes and all(
+        name in others and torch.equal(t, others[name].to(t)) for name, t in fixed.items()
+    )
+
+
+def _numbers(algorithm: settings.Algorithm, parts: Parts, devices: int) -> NDArray[np.float64]:
+    """What `Hyper` holds, for every device."""
     eta = choose_eta(algorithm.eta, "", "epochs")
     beta = algorithm.beta if isinstance(algorithm.beta, list) else [algorithm.beta] * devices
-    beta = [1.0] * devices if parts.alone else beta
     if len(beta) != devices:
         raise InputError(f"algorithm.beta has {len(beta)} values for {devices} devices; give one each, or one number")
-
-    def each(value: float) -> Tensor:
-        return torch.full((devices,), value, device=device, dtype=dtype)
-
-    return Hyper(
-        eta=each(eta),
-        eta_lc=each(choose_eta_lc(algorithm, eta)),
-        gamma=each(algorithm.gamma if parts.momentum else 0.0),
-        beta=torch.tensor(beta, device=device, dtype=dtype),
-        alpha_p=each(algorithm.alpha_p if parts.unlabelled else 0.0),
-        alpha_r=each(algorithm.alpha_r if parts.unlabelled else 0.0),
-        eta_v=each(algorithm.eta_v),
-    )
+    numbers = {
+        "eta": eta,
+        "eta_lc": choose_eta_lc(algorithm, eta),
+        "gamma": algorithm.gamma if parts.momentum else 0.0,
+        "beta": 1.0 if parts.alone else beta,
+        "alpha_p": algorithm.alpha_p if parts.unlabelled else 0.0,
+        "alpha_r": algorithm.alpha_r if parts.unlabelled else 0.0,
+        "eta_v": algorithm.eta_v,
+    }
+    return np.stack([np.broadcast_to(np.asarray(numbers[name], np.float64), devices) for name in Hyper._fields])
 
 
 def choose_eta(eta: float | str, dataset: str, unit: str) -> float:

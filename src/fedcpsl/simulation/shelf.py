@@ -1,4 +1,4 @@
-"""All samples where they are computed with, normalised, each device's in one piece."""
+"""All samples where they are computed with, each device's rows in one piece."""
 
 from typing import Any, NamedTuple
 
@@ -12,6 +12,28 @@ from fedcpsl.data.roles import TEST, UNLABELLED, VALIDATION
 from fedcpsl.data.scaling import Scaling
 
 ROWS_AT_ONCE = 8192  # of inputs on their way to where they are used
+MANY_BYTES = 1 << 29  # of inputs as numbers; from here on bytes stay bytes in a CPU's memory too
+
+
+class Inputs(NamedTuple):
+    """Inputs in the order of their source: ready for a network, or bytes that are normalised when they are taken."""
+
+    raw: Tensor  # [samples, ...]
+    made_of: NDArray[Any]
+    scaling: Scaling | None
+    shift: Tensor | None = None  # given where raw is bytes
+    scale: Tensor | None = None
+
+    def take(self, rows: Tensor) -> Tensor:
+        """Some of them as a network is given them, [*rows, ...]."""
+        taken = self.raw.index_select(0, rows.flatten()).unflatten(0, rows.shape)
+        return taken if self.shift is None else normalise(taken, self.shift, self.scale)
+
+
+def normalise(x: Tensor, shift: Tensor, scale: Tensor | None) -> Tensor:
+    """(x - shift) / scale."""
+    x = x - shift
+    return x if scale is None else x.div_(scale)
 
 
 class Held(NamedTuple):
@@ -21,19 +43,21 @@ class Held(NamedTuple):
     y: Tensor
     device: Tensor  # [samples]: who holds each
     start: NDArray[np.int64]  # [devices + 1]
+    bounds: Tensor  # the same on the compute device
 
     def rows(self, device: int) -> slice:
         return slice(int(self.start[device]), int(self.start[device + 1]))
 
 
 class Shelf(NamedTuple):
-    """All samples on the compute device, each device's in one piece.
+    """All samples on the compute device.
 
     Training rows lie device by device, labelled before unlabelled; `start` [devices + 1] and `labelled` [devices]
     say where. `truth` is the class of every training row, -1 where nobody knows.
     """
 
-    x: Tensor
+    inputs: Inputs
+    source: Tensor  # [rows]: where a training row's input is among the inputs
     one_hot: Tensor  # [rows, classes]: labels; uniform where unlabelled
     truth: Tensor
     hidden: Tensor  # [rows]: whether the row is unlabelled
@@ -43,6 +67,19 @@ class Shelf(NamedTuple):
     test: Held
     validation: Held
 
+    @property
+    def where(self) -> torch.device:
+        """What is computed on."""
+        return self.one_hot.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.one_hot.dtype
+
+    def x(self, rows: slice) -> Tensor:
+        """The inputs of some training rows as a network is given them."""
+        return self.inputs.take(self.source[rows])
+
     def unlabelled_rows(self, device: int) -> slice:
         return slice(int(self.start[device] + self.labelled[device]), int(self.start[device + 1]))
 
@@ -50,44 +87,66 @@ class Shelf(NamedTuple):
         return slice(int(self.start[device]), int(self.start[device + 1]))
 
 
-def shelve(federation: Federation, device: torch.device, dtype: torch.dtype) -> Shelf:
+def shelve(federation: Federation, device: torch.device, dtype: torch.dtype, beside: Shelf | None = None) -> Shelf:
+    """A federation's samples on a device; inputs that `beside` holds already are shared with it."""
     order, counts = federation.order, federation.counts
     train = order[federation.role[order] <= UNLABELLED]
     truth = torch.from_numpy(federation.y[train]).to(device)
     hidden = torch.from_numpy(federation.role[train] == UNLABELLED).to(device)
     one_hot = torch.nn.functional.one_hot(truth.clamp_min(0), federation.classes).to(dtype)
     one_hot[hidden] = 1 / federation.classes
+    inputs = _inputs(federation, device, dtype, beside.inputs if beside else None)
     return Shelf(
-        x=normalised(federation.x, train, federation.scaling, device, dtype),
+        inputs=inputs,
+        source=torch.from_numpy(train).to(device),
         one_hot=one_hot,
         truth=truth,
         hidden=hidden,
         device=torch.from_numpy(federation.device[train]).to(device),
         start=np.concatenate([[0], counts[:, :TEST].sum(1).cumsum()]),
         labelled=federation.sizes.labelled,
-        test=_hold(federation, TEST, device, dtype),
-        validation=_hold(federation, VALIDATION, device, dtype),
+        test=_hold(federation, inputs, TEST),
+        validation=_hold(federation, inputs, VALIDATION),
     )
 
 
-def _hold(federation: Federation, role: int, device: torch.device, dtype: torch.dtype) -> Held:
+def _inputs(federation: Federation, device: torch.device, dtype: torch.dtype, beside: Inputs | None) -> Inputs:
+    """All inputs on a device: bytes on an accelerator, or where they are many; normalised numbers otherwise."""
+    x, scaling = federation.x, federation.scaling
+    same = beside if beside and beside.made_of is x and beside.raw.device == device else None
+    if x.dtype == np.uint8 and (device.type != "cpu" or x.size * dtype.itemsize > MANY_BYTES):
+        raw = same.raw if same and same.raw.dtype == torch.uint8 else _tensor(x).to(device)
+        shift, scale = scaling or Scaling(np.zeros(()), np.ones(()))
+        on_device = (torch.from_numpy(np.asarray(t)).to(dtype).to(device) for t in (shift, scale))
+        return Inputs(raw, x, scaling, *on_device)
+    if same and same.scaling is scaling and same.raw.dtype == dtype:
+        return same
+    return Inputs(_normalised(x, scaling, device, dtype), x, scaling)
+
+
+def _hold(federation: Federation, inputs: Inputs, role: int) -> Held:
     rows = federation.order[federation.role[federation.order] == role]
+    device = inputs.raw.device
+    start = np.concatenate([[0], federation.counts[:, role].cumsum()])
     return Held(
-        normalised(federation.x, rows, federation.scaling, device, dtype),
+        inputs.take(torch.from_numpy(rows).to(device)),
         torch.from_numpy(federation.y[rows]).to(device),
         torch.from_numpy(federation.device[rows]).to(device),
-        np.concatenate([[0], federation.counts[:, role].cumsum()]),
+        start,
+        torch.from_numpy(start).to(device),
     )
 
 
-def normalised(
-    x: NDArray[Any], rows: NDArray[np.int64], scaling: Scaling | None, device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    """Some rows as a network is given them, (x - shift) / scale, on a device; never more than a piece twice."""
-    given = torch.empty(len(rows), *x.shape[1:], device=device, dtype=dtype)
-    for first in range(0, len(rows), ROWS_AT_ONCE):
+def _tensor(x: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(x if x.flags.writeable else x.copy())
+
+
+def _normalised(x: NDArray[Any], scaling: Scaling | None, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Inputs as a network is given them, on a device; never more than a piece twice."""
+    given = torch.empty(x.shape, device=device, dtype=dtype)
+    for first in range(0, len(x), ROWS_AT_ONCE):
         piece = slice(first, first + ROWS_AT_ONCE)
-        given[piece] = torch.from_numpy(x[rows[piece]]).to(device)
+        given[piece] = _tensor(x[piece]).to(device)
         if scaling:
             shift, scale = (torch.from_numpy(np.asarray(t)).to(dtype).to(device) for t in scaling)
             given[piece].sub_(shift).div_(scale)

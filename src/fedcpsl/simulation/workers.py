@@ -19,58 +19,70 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedcpsl.algorithm import Broadcast, Device, Upload, map_tensors
+from fedcpsl.algorithm import Device, Upload, map_tensors
 from fedcpsl.errors import RunError
 from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation.capture import captured_steps
 from fedcpsl.simulation.executors import Finished, LocalRounds, local_rounds
-from fedcpsl.simulation.setup import Setup
+from fedcpsl.simulation.slots import Ask, Ground
 
 
 @contextmanager
-def shared_rounds(
-    setup: Setup, devices: Device, targets: Tensor, broadcast: Broadcast
-) -> Iterator[tuple[Device, Tensor, LocalRounds]]:
-    """`local_rounds` over `setup.processes` processes, and the device states and targets it works on."""
-    if setup.slots and targets.device.type == "cuda":
-        yield devices, targets, partial(local_rounds, take_steps=captured_steps())
+def shared_rounds(asks: Sequence[Ask], ground: Ground) -> Iterator[tuple[list[Device], Ground, LocalRounds]]:
+    """`local_rounds` by whatever serves the runs best, and the device states and ground it works on."""
+    setup, states = asks[0].setup, [ask.devices for ask in asks]
+    if setup.vectorised and ground.targets.is_cuda:
+        yield states, ground, partial(local_rounds, take_steps=captured_steps())
         return
     if setup.processes == 1:
-        yield devices, targets, local_rounds
+        yield states, ground, local_rounds
         return
-    devices, targets, board = (map_tensors(_shared, t) for t in (devices, targets, broadcast))
+    ground = ground._replace(targets=_shared(ground.targets))
+    asks = [
+        ask._replace(devices=map_tensors(_shared, ask.devices), broadcast=map_tensors(_shared, ask.broadcast))
+        for ask in asks
+    ]
+    with _forked(setup.processes, asks, ground) as pipes:
+        yield [ask.devices for ask in asks], ground, partial(_run_shared, pipes, asks)
+
+
+@contextmanager
+def _forked(count: int, asks: Sequence[Ask], ground: Ground) -> Iterator[list[Connection]]:
+    """Worker processes that know the runs, and the pipes to them."""
     pipes: list[Connection] = []
     processes = []
-    for _ in range(setup.processes):
+    for _ in range(count):
         ours, theirs = get_context("fork").Pipe()
-        process = get_context("fork").Process(
-            target=_work, args=(theirs, [*pipes, ours], setup, devices, targets, board), daemon=True
-        )
+        process = get_context("fork").Process(target=_work, args=(theirs, [*pipes, ours], asks, ground), daemon=True)
         with warnings.catch_warnings():  # forking beside idle threads: the child starts none and uses no lock of theirs
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
         theirs.close()
         pipes.append(ours)
         processes.append(process)
-
-    def run(_: Setup, plan: Sequence[DeviceRound], __: Device, ___: Tensor, broadcast: Broadcast) -> Iterator[Finished]:
-        map_tensors(lambda mine, new: mine.copy_(new), board, broadcast)
-        shares = share_out(plan, len(pipes))
-        for pipe, share in zip(pipes, shares, strict=True):
-            _ask(pipe.send, share)
-        with _one_thread():
-            for pipe, share in zip(pipes, shares, strict=True):
-                for _group in range(0, len(share), setup.slots or 1):
-                    yield _received(_ask(pipe.recv))
-
     try:
-        yield devices, targets, run
+        yield pipes
     finally:
         for pipe in pipes:
             pipe.close()
         for process in processes:
             process.join(timeout=5)
             process.kill()
+
+
+def _run_shared(
+    pipes: Sequence[Connection], boards: Sequence[Ask], asks: Sequence[Ask], _: Ground
+) -> Iterator[Finished]:
+    """The runs' slots over the workers; what was broadcast goes over memory that they share."""
+    for board, ask in zip(boards, asks, strict=True):
+        map_tensors(lambda mine, new: mine.copy_(new), board.broadcast, ask.broadcast)
+    shares = share_out(asks, len(pipes))
+    for pipe, share in zip(pipes, shares, strict=True):
+        _ask(pipe.send, share)
+    with _one_thread():
+        for pipe in pipes:
+            while (answer := _ask(pipe.recv)) is not None:
+                yield _received(answer)
 
 
 @contextmanager
@@ -84,14 +96,15 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def share_out(plan: Sequence[DeviceRound], shares: int) -> list[list[DeviceRound]]:
-    """Devices to processes, so that all have about as many steps; in device order within each."""
-    loads, dealt = [0] * shares, [list[DeviceRound]() for _ in range(shares)]
-    for task in sorted(plan, key=lambda task: (-task.steps, task.device)):
+def share_out(asks: Sequence[Ask], shares: int) -> list[list[list[DeviceRound]]]:
+    """Every run's devices to processes, so that all have about as many steps; in device order within each."""
+    loads, dealt = [0] * shares, [[list[DeviceRound]() for _ in asks] for _ in range(shares)]
+    slots = [(run, task) for run, ask in enumerate(asks) for task in ask.plan]
+    for run, task in sorted(slots, key=lambda slot: (-slot[1].steps, slot[0], slot[1].device)):
         least = loads.index(min(loads))
-        dealt[least].append(task)
+        dealt[least][run].append(task)
         loads[least] += task.steps
-    return [sorted(share, key=lambda task: task.device) for share in dealt]
+    return [[sorted(plan, key=lambda task: task.device) for plan in share] for share in dealt]
 
 
 def _shared(tensor: Tensor) -> Tensor:
@@ -103,9 +116,7 @@ def _shared(tensor: Tensor) -> Tensor:
     return copy.copy_(tensor)
 
 
-def _work(
-    pipe: Connection, others: list[Connection], setup: Setup, devices: Device, targets: Tensor, board: Broadcast
-) -> None:
+def _work(pipe: Connection, others: list[Connection], asks: Sequence[Ask], ground: Ground) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for other in others:  # so that the pipe ends when the main process does, however it ends
@@ -116,16 +127,17 @@ def _work(
     try:
         while True:
             gc.collect()
-            _answer(pipe, setup, devices, targets, board)
+            _answer(pipe, asks, ground)
     except (EOFError, BrokenPipeError, ConnectionResetError):  # the main process is gone or has stopped listening
         os._exit(0)
 
 
-def _answer(pipe: Connection, setup: Setup, devices: Device, targets: Tensor, board: Broadcast) -> None:
-    plan = pipe.recv()
+def _answer(pipe: Connection, asks: Sequence[Ask], ground: Ground) -> None:
+    plans = pipe.recv()
     try:
-        for finished in local_rounds(setup, plan, devices, targets, board):
+        for finished in local_rounds([a._replace(plan=plan) for a, plan in zip(asks, plans, strict=True)], ground):
             pipe.send(_sendable(finished))
+        pipe.send(None)
     except (BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:
@@ -144,11 +156,10 @@ def _ask(call: Callable[..., Any], *arguments: Any) -> Any:
 
 def _sendable(finished: Finished) -> tuple[Any, ...]:
     device, upload = (tuple(tensor.numpy() for tensor in state) for state in (finished.device, finished.upload))
-    return finished.group, device, upload, finished.costs.numpy()
+    return finished.run, finished.group, device, upload, finished.costs.numpy()
 
 
 def _received(sent: tuple[Any, ...]) -> Finished:
-    group, device, upload, costs = sent
-    return Finished(
-        group, Device(*map(torch.from_numpy, device)), Upload(*map(torch.from_numpy, upload)), torch.from_numpy(costs)
-    )
+    run, group, device, upload, costs = sent
+    own = Device(*map(torch.from_numpy, device)), Upload(*map(torch.from_numpy, upload))
+    return Finished(run, group, *own, torch.from_numpy(costs))

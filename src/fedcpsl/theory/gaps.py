@@ -92,7 +92,7 @@ def virtual_labels(state: State, device: int) -> Tensor:
     if not setup.method.parts.unlabelled or not len(nu):
         return nu
     method, broadcast = setup.method_after(state.round), setup.algorithm.broadcast(state.server)
-    x = setup.shelf.x[setup.shelf.unlabelled_rows(device)]
+    x = setup.shelf.x(setup.shelf.unlabelled_rows(device))
     return setup.algorithm.relabel(method, state.hyper(device), broadcast, state.device(device), x, nu, len(nu))
 
 
@@ -102,10 +102,10 @@ def all_samples(state: State, device: int) -> Samples:
     start, stop = int(shelf.start[device]), int(shelf.start[device + 1])
     if not state.setup.method.parts.unlabelled:
         stop = start + int(shelf.labelled[device])
-    is_labelled = torch.arange(start, stop, device=shelf.x.device) < start + int(shelf.labelled[device])
-    labelled, unlabelled = is_labelled.to(shelf.x.dtype), (~is_labelled).to(shelf.x.dtype)
+    is_labelled = torch.arange(start, stop, device=shelf.where) < start + int(shelf.labelled[device])
+    labelled, unlabelled = is_labelled.to(shelf.dtype), (~is_labelled).to(shelf.dtype)
     return Samples(
-        x=shelf.x[start:stop],
+        x=shelf.x(slice(start, stop)),
         target=state.targets[start:stop],
         labelled=labelled / labelled.sum().clamp_min(1),
         unlabelled=unlabelled / unlabelled.sum().clamp_min(1),

@@ -1,0 +1,83 @@
+"""How many runs and slots fit into memory at a time."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedcpsl.algorithm import Device, map_tensors
+from fedcpsl.schedule import draw_tasks
+from fedcpsl.simulation.executors import local_rounds
+from fedcpsl.simulation.setup import Setup
+from fedcpsl.simulation.slots import Ask, ground_of
+
+SHARE = 0.6  # of the free memory that is planned with
+COPIES = 3  # of what one step needs: as captured, as begun and as finished
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that nobody uses now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    info = Path("/proc/meminfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 if hasattr(os, "sysconf") else 4 << 30
+
+
+def runs_that_fit(setup: Setup) -> int:
+    """How many runs like this one can be held at a time."""
+    shelf, parameters = setup.shelf, setup.method.network.initial
+    held = [
+        shelf.source,
+        shelf.one_hot,
+        shelf.one_hot,
+        shelf.truth,
+        shelf.device,
+        *shelf.test[:3],
+        *shelf.validation[:3],
+    ]
+    kept = len(Device._fields) * setup.devices * _bytes(parameters)
+    return max(1, int(SHARE * free_bytes(shelf.where) / (kept + sum(map(_bytes, held)))))
+
+
+def slots_that_fit(setups: Sequence[Setup]) -> int:
+    """How many devices of these runs go side by side on a GPU: 0 for all, or as many as one step's memory allows."""
+    setup = setups[0]
+    if setup.shelf.where.type != "cuda" or not setup.vectorised:
+        return 0
+    needed = sum(s.devices if s.method.parts.everyone or s.personal_rounds else s.work.active for s in setups)
+    most = max(1, int(SHARE * free_bytes(setup.shelf.where) / (COPIES * max(bytes_per_slot(setup), 1))))
+    return 0 if needed <= most else most
+
+
+def bytes_per_slot(setup: Setup) -> int:
+    """What one more device adds to the peak of a step, measured."""
+    peaks = []
+    for count in (1, 2):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        _take_one_step(setup, min(count, setup.devices))
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    return peaks[1] - peaks[0] if setup.devices > 1 else peaks[0]
+
+
+def _take_one_step(setup: Setup, count: int) -> None:
+    """One step of the first devices, thrown away."""
+    one = setup.work._replace(unit="steps", amount=1)
+    dropout, unlabelled = setup.method.network.has_dropout, setup.method.parts.unlabelled
+    plan = draw_tasks(setup.seed, 0, range(count), setup.sizes, one, unlabelled=unlabelled, dropout=dropout)
+    plan = [task._replace(relabels=False) for task in plan if task.steps]
+    broadcast = setup.algorithm.broadcast(setup.algorithm.init_server(setup.method))
+    kept = setup.algorithm.init_device(setup.kept_method, broadcast)
+    devices: Device = map_tensors(lambda t: t.expand(count, -1).clone(), kept)
+    for _ in local_rounds([Ask(setup, plan, devices, broadcast)], ground_of(setup.shelf, setup.shelf.one_hot)):
+        pass
+
+
+def _bytes(t: Tensor) -> int:
+    return t.numel() * t.element_size()

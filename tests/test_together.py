@@ -1,0 +1,156 @@
+"""Many runs side by side: each is the run alone, whatever its company."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fedcpsl import config
+from fedcpsl.data.federation import Federation
+from fedcpsl.evaluation import evaluate, evaluate_together
+from fedcpsl.simulation import prepare, simulate, simulate_together
+from fedcpsl.simulation.executors import groups
+from fedcpsl.simulation.rounds import draw_plan, initial_state
+from fedcpsl.simulation.slots import Ask, common_ground
+
+from .conftest import small_federation, small_model
+from .test_conformance import WORK, assert_equal
+
+CASES = [
+    {"name": "fedcpsl"},
+    {"name": "fedcpsl", "beta": 0.25, "gamma": 0.2, "eta": 0.02},
+    {"name": "apfsl", "alpha_p": 0.1, "alpha_r": 0.0},
+    {"name": "apfl"},
+    {"name": "fedshvrp", "warm_up": 1},
+    {"name": "fedshvr"},
+    {"name": "fedavg"},
+    {"name": "scaffold"},
+    {"name": "local"},
+    {"name": "local-pseudo"},
+    {"name": "fedcpsl", "labels_from": "mixture"},
+    {"name": "fedcpsl", "pseudo_labels": "gradient"},
+]
+
+
+def setups(run, work=WORK, cases=CASES):
+    made = []
+    for i, case in enumerate(cases):
+        torch.manual_seed(i)
+        numbers = {"eta": 0.05, "alpha_p": 0.5, "alpha_r": 0.2} | case
+        active = "auto" if case["name"] == "fedshvr" else 2 + i % 3
+        made.append(
+            prepare(
+                small_federation(seed=i % 2),
+                small_model(),
+                config.Algorithm(**numbers),
+                replace(work, active=active, unit="hlu" if i % 2 else "epochs"),
+                replace(run, seed=i % 3),
+                beside=made[0] if made else None,
+            )
+        )
+    return made
+
+
+def last(rounds):
+    *_, end = rounds
+    return end
+
+
+def together_and_alone(run, **given):
+    made = setups(run, **given)
+    sequential = setups(replace(run, executor="sequential", processes=1), **given)
+    return last(simulate_together(made)), [last(simulate(setup)) for setup in sequential]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_every_run_in_company_is_the_run_alone_one_device_after_another(processes):
+    if processes > 1 and torch.cuda.is_available():
+        pytest.skip("processes are not forked beside a GPU")
+    run = config.Run(executor="vectorised", dtype="float64", processes=processes, device="cpu")
+    for one, other in zip(*together_and_alone(run), strict=True):
+        assert_equal(one, other)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("slots", [0, 5])
+def test_on_a_gpu_too(slots):
+    run = config.Run(executor="vectorised", dtype="float64", device="cuda", slots=slots)
+    for one, other in zip(*together_and_alone(run), strict=True):
+        assert_equal(one, other)
+
+
+@pytest.mark.parametrize("slots", [1, 3, 100])
+def test_chunks_change_nothing(slots):
+    run = config.Run(executor="vectorised", dtype="float64", processes=1, slots=slots, device="cpu")
+    whole = last(simulate_together(setups(replace(run, slots=0))))
+    for one, other in zip(last(simulate_together(setups(run))), whole, strict=True):
+        assert_equal(one, other)
+
+
+def test_personal_rounds_go_together():
+    run = config.Run(executor="vectorised", dtype="float64", processes=1, device="cpu")
+    cases = [{"name": "fedcpsl"}, {"name": "apfl"}, {"name": "fedcpsl", "beta": 0.3}]
+    given = {"work": replace(WORK, personal_rounds=2), "cases": cases}
+    for one, other in zip(*together_and_alone(run, **given), strict=True):
+        assert_equal(one, other)
+
+
+def test_runs_of_unequal_length_end_when_they_are_done():
+    run = config.Run(executor="vectorised", dtype="float64", processes=1, device="cpu")
+    short, long = setups(run, cases=CASES[:2], work=replace(WORK, rounds=2)), setups(run, cases=CASES[:2])
+    mixed = [short[0], long[1]]
+    alone = [last(simulate(setup)) for setup in mixed]
+    for one, other in zip(last(simulate_together(mixed)), alone, strict=True):
+        assert one.round == one.setup.total_rounds
+        assert_equal(one, other)
+
+
+def test_what_has_the_same_shapes_is_one_group():
+    run = config.Run(executor="vectorised", dtype="float64", processes=1, device="cpu")
+    made = setups(run, cases=[{"name": n} for n in ("fedcpsl", "apfsl", "fedcpsl", "apfl", "fedavg", "fedshvrp")])
+    states = [initial_state(setup) for setup in made]
+    asks = [Ask(s.setup, draw_plan(s), s.devices, s.setup.algorithm.broadcast(s.server)) for s in states]
+    ground = common_ground([setup.shelf for setup in made], [state.targets for state in states])
+    runs = [sorted({slot.run for slot in group}) for _, group in groups(asks, ground)]
+    assert runs == [[0, 1, 2], [3], [4], [5]]
+
+
+def test_another_model_is_not_mixed_in():
+    run = config.Run(executor="vectorised", dtype="float64", processes=1, device="cpu")
+    first = prepare(small_federation(), small_model(), config.Algorithm(), WORK, run)
+    torch.manual_seed(1)
+    wider = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 3))
+    other = prepare(small_federation(), wider, config.Algorithm(), WORK, run, beside=first)
+    assert other.method.network.module is not first.method.network.module
+    for one, alone in zip(last(simulate_together([first, other])), (first, other), strict=True):
+        assert_equal(one, last(simulate(alone)))
+
+
+def test_bytes_stay_bytes_and_give_the_same_numbers(monkeypatch):
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (60, 1, 4, 4), dtype=np.uint8), np.arange(60) % 3
+    federation = Federation.from_arrays(x, y, np.arange(60) % 5, labelled=0.5)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 3))
+    given = (federation, model, config.Algorithm(), WORK, config.Run(dtype="float64", processes=1, device="cpu"))
+    numbers = prepare(*given)
+    monkeypatch.setattr("fedcpsl.simulation.shelf.MANY_BYTES", 0)
+    in_bytes = prepare(*given)
+    assert (numbers.shelf.inputs.raw.dtype, in_bytes.shelf.inputs.raw.dtype) == (torch.float64, torch.uint8)
+    assert_equal(last(simulate(in_bytes)), last(simulate(numbers)), tolerance=0)
+
+
+def test_runs_on_the_same_samples_share_them():
+    federation = small_federation()
+    run = config.Run(processes=1, device="cpu")
+    first = prepare(federation, small_model(), config.Algorithm(), WORK, run)
+    second = prepare(federation, small_model(), config.Algorithm(), WORK, replace(run, seed=1), beside=first)
+    assert second.shelf.inputs.raw is first.shelf.inputs.raw
+
+
+def test_evaluating_together_is_evaluating_each():
+    run = config.Run(executor="vectorised", dtype="float64", processes=1, device="cpu")
+    states = last(simulate_together(setups(run)))
+    for one, state in zip(evaluate_together(states, [None] * len(states)), states, strict=True):
+        assert one.metrics(state) == evaluate(state).metrics(state)
