@@ -32,12 +32,14 @@ class KeyedDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.keys is None or self.p == 0:
             return x
-        per_sample = x.shape[1:2] if self.channelwise else x.shape[1:]
-        uniform = keyed_uniform(self.keys, self.layer, per_sample.numel())
-        kept = (
-            (uniform >= self.p).to(x.dtype).reshape(*x.shape[:1], *per_sample, *(1,) * (x.dim() - 1 - len(per_sample)))
-        )
-        return x * kept / (1 - self.p) if self.p < 1 else x * 0
+        return x * kept_by(self, self.keys, x) / (1 - self.p) if self.p < 1 else x * 0
+
+
+def kept_by(dropout: KeyedDropout, keys: Tensor, x: Tensor) -> Tensor:
+    """1 for what is kept of x [samples, ...], else 0, in a shape that broadcasts to x's."""
+    per_sample = x.shape[1:2] if dropout.channelwise else x.shape[1:]
+    kept = keyed_uniform(keys, dropout.layer, per_sample.numel()) >= dropout.p
+    return kept.to(x.dtype).reshape(*x.shape[:1], *per_sample, *(1,) * (x.dim() - 1 - len(per_sample)))
 
 
 def with_keyed_dropout(module: nn.Module) -> list[KeyedDropout]:

@@ -14,7 +14,20 @@ from torch.func import functional_call
 
 from fedcpsl.dropout import with_keyed_dropout
 from fedcpsl.errors import InputError
-from fedcpsl.layers import Bound, backward, bind, differentiated_by_hand, forward, is_matmul, is_parameter_free, walk
+from fedcpsl.layers import (
+    PRECISIONS,
+    Arithmetic,
+    Bound,
+    backward,
+    bind,
+    differentiated_by_hand,
+    forward,
+    is_convolution,
+    is_matmul,
+    is_parameter_free,
+    runs_without_vmap,
+    walk,
+)
 from fedcpsl.views import remembered
 
 Leaves = tuple[Tensor, ...]
@@ -28,10 +41,17 @@ class Network:
 
     `batched=False` calls the module once per model, as plain PyTorch would; `batched=True` runs the whole stack at
     once. The two agree up to rounding.
+
+    `precision` says how a batched network multiplies: `ieee`; `tf32`, which PyTorch has to be told as well; or `bf16`,
+    which rounds the factors of its matmuls and convolutions to bfloat16 and adds up in float32.
     """
 
-    def __init__(self, module: nn.Module, example: Tensor, classes: int, *, batched: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, example: Tensor, classes: int, *, batched: bool = False, precision: str = "ieee"
+    ) -> None:
+        assert precision in PRECISIONS, precision
         self.batched = batched
+        self.arithmetic = Arithmetic(precision)
         self.classes = classes
         self.module = deepcopy(module).to(example.device, example.dtype)
         _refuse_running_statistics(self.module)
@@ -43,6 +63,8 @@ class Network:
         self._first_rank = len(next(iter(self.shapes.values())))
         self._layers = walk(self.module, self.shapes)
         self._by_hand = differentiated_by_hand(self._layers)
+        # a CPU convolves faster so; another's own module may look at its numbers in memory, so it gets them as they are
+        self._wants_channels_last = self._by_hand and any(is_convolution(layer) for layer in self._layers)
         self.sizes = [shape.numel() for shape in self.shapes.values()]
         self.initial = torch.cat([p.detach().flatten() for p in trained.values()])
         self.has_dropout = bool(self._dropouts)
@@ -52,7 +74,12 @@ class Network:
 
     @property
     def fully_batched(self) -> bool:
-        """Whether every layer with parameters runs as a batched matmul, without `vmap`."""
+        """Whether every layer with parameters runs for all models at once by itself, without `vmap`."""
+        return all(runs_without_vmap(layer) for layer in self._layers)
+
+    @property
+    def fully_linear(self) -> bool:
+        """Whether every layer with parameters is linear: then many models at once are faster on a CPU too."""
         return all(is_matmul(layer) or is_parameter_free(layer) for layer in self._layers)
 
     def split(self, theta: Tensor) -> Leaves:
@@ -76,7 +103,7 @@ class Network:
         if not lead:
             return self._one(leaves, x, None)
         if self.batched:
-            bound = bind(self._layers, self._gridded(leaves, lead))
+            bound = bind(self._layers, self._gridded(leaves, lead), None, self.arithmetic)
             outputs, _ = forward(bound, _as_grid(x, lead), None)
             return torch.log_softmax(outputs, -1).reshape(*lead, *outputs.shape[2:])
         return self._each(leaves, x, None, lead)
@@ -128,7 +155,7 @@ class Network:
 
     def _bound(self, models: Leaves, into: Leaves) -> list[Bound]:
         lead = self._lead(models)
-        return bind(self._layers, self._gridded(models, lead), self._gridded(into, lead))
+        return bind(self._layers, self._gridded(models, lead), self._gridded(into, lead), self.arithmetic)
 
     def _kept_views(self, models: Leaves, into: Leaves) -> list[Bound] | None:
         """As `_bound`, but only where they are views, so that they are good for the next step too."""
@@ -153,6 +180,8 @@ class Network:
         for layer in self._dropouts:
             layer.keys = keys
         named = dict(zip(self.shapes, leaves, strict=True))
+        if self._wants_channels_last and x.dim() == 4 and not x.is_cuda:
+            x = x.contiguous(memory_format=torch.channels_last)
         return torch.log_softmax(functional_call(self.module, named, (x,)), -1)
 
     def _check_outputs(self, example: Tensor) -> None:

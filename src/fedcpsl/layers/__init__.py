@@ -1,0 +1,36 @@
+"""One network with many sets of parameters at once, forwards and backwards.
+
+What `torch.func.vmap` and autograd do, with less work where it matters. Parameters are [slots, models, *shape],
+inputs [slots, models, samples, ...], or [slots, 1, samples, ...] where the models of a slot see the same samples.
+A `Sequential` is walked. A linear layer becomes one batched matmul, whose gradient is added to the totals inside the
+backward matmul (a training step is bound by memory traffic); so does a convolution, or it becomes one kernel of our
+own on a GPU; a layer without parameters sees everything as one long batch; anything else goes through `vmap`.
+"""
+
+from fedcpsl.layers.passes import Bound, backward, bind, forward
+from fedcpsl.layers.products import PRECISIONS, Arithmetic
+from fedcpsl.layers.walk import (
+    Layer,
+    differentiated_by_hand,
+    is_convolution,
+    is_matmul,
+    is_parameter_free,
+    runs_without_vmap,
+    walk,
+)
+
+__all__ = [
+    "PRECISIONS",
+    "Arithmetic",
+    "Bound",
+    "Layer",
+    "backward",
+    "bind",
+    "differentiated_by_hand",
+    "forward",
+    "is_convolution",
+    "is_matmul",
+    "is_parameter_free",
+    "runs_without_vmap",
+    "walk",
+]

@@ -1,0 +1,99 @@
+"""Convolutions for many models at once: patches and one batched matmul, or on a GPU a kernel of our own."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fedcpsl.layers.geometry import (
+    Geometry,
+    add_up_patches,
+    as_grid,
+    channels_first,
+    channels_last,
+    geometry_of,
+    patches,
+    rectify_gradient,
+)
+from fedcpsl.layers.linear import linear
+from fedcpsl.layers.matrices import Totals, matrices_of, totals_of
+from fedcpsl.layers.own import own_kernels
+from fedcpsl.layers.products import Arithmetic, factor
+from fedcpsl.layers.walk import Layer, Pull
+
+PATCHES_AT_ONCE = 1 << 26  # numbers in one copy, where nothing needs the copy later
+
+
+def convolution(
+    layer: Layer, parameters: Mapping[str, Tensor], totals: Mapping[str, Tensor], x: Tensor, arithmetic: Arithmetic
+) -> tuple[Tensor, Pull]:
+    """A convolution of x [slots, models or 1, samples, channels, ...], with the ReLU after it if it has one."""
+    trailing = x.dim() - 4
+    x = as_grid(x, trailing)
+    geometry = geometry_of(layer.module, (x.shape[-2], x.shape[-1]))
+    own = {name: as_grid(t, trailing) if name == "weight" else t for name, t in parameters.items()}
+    into = {name: as_grid(t, trailing) if name == "weight" else t for name, t in totals.items()}
+    kernels = own_kernels(arithmetic, x, own["weight"]) if arithmetic.dot else None
+    run = kernels.convolution if kernels else _by_matmul
+    y, take_back = run(layer, geometry, own, into, x, arithmetic)
+
+    def pull(gradient: Tensor, to_x: bool) -> Tensor | None:
+        gradient = as_grid(gradient, trailing)
+        if layer.rectified and not layer.masked_later:
+            gradient = rectify_gradient(gradient, y)
+        handed_back: Tensor | None = take_back(gradient, to_x)
+        return handed_back.squeeze(-2) if handed_back is not None and trailing == 1 else handed_back
+
+    return y.squeeze(-2) if trailing == 1 else y, pull
+
+
+def _by_matmul(
+    layer: Layer,
+    geometry: Geometry,
+    own: Mapping[str, Tensor],
+    into: Mapping[str, Tensor],
+    x: Tensor,
+    arithmetic: Arithmetic,
+) -> tuple[Tensor, Pull]:
+    slots, models, out, _, *kernel = own["weight"].shape
+    images, samples = x.shape[:3], x.shape[2]
+    matrices = matrices_of({**own, "weight": channels_last(own["weight"]).flatten(3)})
+    gradients = _zeros(into, geometry) if into else None
+    grid = factor(channels_last(x), arithmetic)
+    kernels = own_kernels(arithmetic, grid)
+    copy = kernels.patches if kernels else patches
+
+    def rows_of(some: Tensor) -> Tensor:
+        return copy(some.flatten(0, 2), geometry).view(*images[:2], -1, geometry.patch)
+
+    at_once = max(1, PATCHES_AT_ONCE * samples // max(1, images.numel() * _numbers(geometry)))
+    pieces = [grid] if into else grid.split(at_once, 2)
+    done = [linear(rows_of(some), matrices, gradients, arithmetic) for some in pieces]
+    flat, take_back = done[0] if len(done) == 1 else (torch.cat([y for y, _ in done], 2), done[0][1])
+    y = channels_first(flat.view(slots, models, samples, *geometry.out_size, out))
+    if layer.rectified:
+        y = y.relu_()
+
+    def pull(gradient: Tensor, to_x: bool) -> Tensor | None:
+        columns = take_back(channels_last(gradient).view(slots, models, -1, out), to_x)
+        assert gradients is not None
+        into["weight"].add_(channels_first(gradients.each.view(slots, models, out, *kernel, -1)))
+        if columns is None:
+            return None
+        together = columns.shape[1]
+        add_up = kernels.add_up_patches if kernels else add_up_patches
+        handed = add_up(columns.view(-1, geometry.patch), geometry, slots * together * samples)
+        handed = channels_first(handed.unflatten(0, (slots, together, samples)))
+        return rectify_gradient(handed, x) if layer.masks_gradient else handed
+
+    return y, pull
+
+
+def _numbers(geometry: Geometry) -> int:
+    return geometry.out_size[0] * geometry.out_size[1] * geometry.patch
+
+
+def _zeros(into: Mapping[str, Tensor], geometry: Geometry) -> Totals:
+    """Totals for the patches' order of weights; those of the bias are the caller's own."""
+    weight = into["weight"]
+    return totals_of({**into, "weight": weight.new_zeros(*weight.shape[:3], geometry.patch)})

@@ -1,0 +1,25 @@
+"""Whether kernels of our own can be used: float32 on a CUDA GPU, where Triton is installed."""
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedcpsl.layers.products import Arithmetic
+
+
+def own_kernels(arithmetic: Arithmetic, *tensors: Tensor) -> Any:
+    """The module `fedcpsl.layers.launch`, or None where PyTorch's own operations are to do it."""
+    if arithmetic.kernels == "off" or not all(t.is_cuda and t.dtype == torch.float32 for t in tensors):
+        return None
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return None  # someone wants autograd to see every operation
+    return _launchers()
+
+
+@cache
+def _launchers() -> Any:
+    return import_module("fedcpsl.layers.launch") if find_spec("triton") else None

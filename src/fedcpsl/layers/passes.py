@@ -1,0 +1,90 @@
+"""A network's layers bound to tensors; the pass forwards, and the pass that takes gradients back."""
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from fedcpsl.dropout import KeyedDropout
+from fedcpsl.layers.autograd import other
+from fedcpsl.layers.convolution import convolution
+from fedcpsl.layers.linear import linear
+from fedcpsl.layers.matrices import Matrices, Totals, matrices_of, totals_of
+from fedcpsl.layers.products import Arithmetic
+from fedcpsl.layers.simple import dropout, flatten, group_norm, pooling, relu
+from fedcpsl.layers.walk import (
+    Layer,
+    Named,
+    Pull,
+    flattens_samples,
+    is_convolution,
+    is_group_norm,
+    is_matmul,
+    is_pooling,
+)
+
+DEFAULT = Arithmetic()
+
+
+class Bound(NamedTuple):
+    """A layer with its parameters and, where it is to learn, the totals that its gradient is added to."""
+
+    layer: Layer
+    parameters: dict[str, Tensor]
+    totals: dict[str, Tensor]
+    learning: bool
+    matrices: Matrices | None
+    matrix_totals: Totals | None
+    arithmetic: Arithmetic
+
+
+def bind(
+    layers: list[Layer], parameters: Named, totals: Named | None = None, arithmetic: Arithmetic = DEFAULT
+) -> list[Bound]:
+    """Layers with their parameters [slots, models, *shape]; with `totals`, ready to take gradients back."""
+    bound: list[Bound] = []
+    learning = False
+    for layer in layers:
+        learning = totals is not None and (learning or bool(layer.names))  # nothing to learn before the first
+        own = {name: parameters[full] for name, full in layer.names.items()}
+        into = {} if totals is None else {name: totals[full] for name, full in layer.names.items()}
+        matrices = matrices_of(own) if is_matmul(layer) else None
+        matrix_totals = totals_of(into) if matrices and into else None
+        bound.append(Bound(layer, own, into, learning, matrices, matrix_totals, arithmetic))
+    return bound
+
+
+def forward(bound: list[Bound], x: Tensor, keys: Tensor | None) -> tuple[Tensor, list[Pull]]:
+    """Outputs [slots, models, samples, ...], and what takes gradients back, layer by layer."""
+    pulls: list[Pull] = []
+    for part in bound:
+        x, pull = _layer(part, x, keys)
+        if part.learning:
+            pulls.append(pull)
+    return x, pulls
+
+
+def _layer(part: Bound, x: Tensor, keys: Tensor | None) -> tuple[Tensor, Pull]:
+    module = part.layer.module
+    if part.matrices:
+        return linear(x, part.matrices, part.matrix_totals, part.arithmetic)
+    if isinstance(module, nn.ReLU):
+        return relu(x)
+    if flattens_samples(module):
+        return flatten(x)
+    if is_convolution(part.layer):
+        return convolution(part.layer, part.parameters, part.totals, x, part.arithmetic)
+    if is_pooling(part.layer):
+        return pooling(part.layer, x, part.arithmetic)
+    if isinstance(module, KeyedDropout):
+        return dropout(module, x, keys, part.arithmetic)
+    if is_group_norm(part.layer):
+        return group_norm(module, part.parameters, part.totals, x)
+    return other(part.layer, part.parameters, part.totals, part.learning, x, keys)
+
+
+def backward(pulls: list[Pull], gradient: Tensor) -> None:
+    """Take the gradient of the outputs back through the layers, adding to the totals of each."""
+    for depth in reversed(range(len(pulls))):
+        handed_back = pulls[depth](gradient, depth > 0)
+        if handed_back is not None:
+            gradient = handed_back

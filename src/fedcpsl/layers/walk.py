@@ -1,0 +1,112 @@
+"""The layers of a network in order, and which of them are computed and differentiated by hand."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from fedcpsl.dropout import KeyedDropout
+
+Named = Mapping[str, Tensor]
+Pull = Callable[[Tensor, bool], Tensor | None]  # a layer's backward pass: adds to its totals, hands back x's gradient
+
+
+class Layer(NamedTuple):
+    """One step of the walk: a module and the names of its trained parameters, own name to full name.
+
+    A ReLU beside a convolution or a pooling is taken into it, which spares a pass over the largest tensors there are.
+    """
+
+    module: nn.Module
+    names: Mapping[str, str]
+    rectified: bool = False  # a ReLU follows the convolution, or precedes the pooling, and is part of the layer
+    masked_later: bool = False  # the next layer takes the gradient back through this layer's ReLU
+    masks_gradient: bool = False  # x came from a ReLU, through which this layer takes its gradient back
+    before_flat: bool = False  # no layer on a grid follows
+
+
+def walk(module: nn.Module, trained: Mapping[str, object]) -> list[Layer]:
+    """The layers of a module in order: a `Sequential`'s own, or the module itself."""
+    layers = _with_relus_taken_in(_flat(module, trained, ""))
+    for i, layer in enumerate(layers):
+        after = layers[i + 1] if i + 1 < len(layers) else None
+        if is_convolution(layer) and layer.rectified and after and is_convolution(after):
+            layers[i], layers[i + 1] = layer._replace(masked_later=True), after._replace(masks_gradient=True)
+        on_grid = any(is_convolution(other) or is_pooling(other) for other in layers[i + 1 :])
+        layers[i] = layers[i]._replace(before_flat=not on_grid)
+    return layers
+
+
+def _flat(module: nn.Module, trained: Mapping[str, object], prefix: str) -> list[Layer]:
+    if isinstance(module, nn.Sequential):
+        return [layer for name, child in module.named_children() for layer in _flat(child, trained, f"{prefix}{name}.")]
+    return [Layer(module, {name.removeprefix(prefix): name for name in trained if name.startswith(prefix)})]
+
+
+def _with_relus_taken_in(layers: list[Layer]) -> list[Layer]:
+    kept: list[Layer] = []
+    for layer in layers:
+        if is_pooling(layer) and kept and isinstance(kept[-1].module, nn.ReLU):
+            kept[-1] = layer._replace(rectified=True)
+        else:
+            kept.append(layer)
+    joined: list[Layer] = []
+    for layer in kept:
+        if isinstance(layer.module, nn.ReLU) and joined and is_convolution(joined[-1]) and not joined[-1].rectified:
+            joined[-1] = joined[-1]._replace(rectified=True)
+        else:
+            joined.append(layer)
+    return joined
+
+
+def is_matmul(layer: Layer) -> bool:
+    return isinstance(layer.module, nn.Linear) and "weight" in layer.names
+
+
+def is_convolution(layer: Layer) -> bool:
+    """Whether the layer is a convolution that is computed by hand."""
+    module = layer.module
+    if not isinstance(module, (nn.Conv1d, nn.Conv2d)) or type(module) not in (nn.Conv1d, nn.Conv2d):
+        return False
+    all_learn = set(layer.names) == {name for name, _ in module.named_parameters()}
+    return module.groups == 1 and module.padding_mode == "zeros" and all_learn
+
+
+def is_pooling(layer: Layer) -> bool:
+    return type(layer.module) in (nn.MaxPool1d, nn.MaxPool2d) and not layer.module.return_indices
+
+
+def is_group_norm(layer: Layer) -> bool:
+    return (
+        type(layer.module) is nn.GroupNorm
+        and set(layer.names) in (set(), {"weight", "bias"})
+        and (layer.module.affine == bool(layer.names))
+    )
+
+
+def is_dropout(layer: Layer) -> bool:
+    return isinstance(layer.module, KeyedDropout)
+
+
+def is_parameter_free(layer: Layer) -> bool:
+    return next(layer.module.parameters(), None) is None
+
+
+def flattens_samples(module: nn.Module) -> bool:
+    return isinstance(module, nn.Flatten) and (module.start_dim, module.end_dim) == (1, -1)
+
+
+def runs_without_vmap(layer: Layer) -> bool:
+    """Whether a layer runs for all models at once as it is."""
+    return is_matmul(layer) or is_convolution(layer) or is_group_norm(layer) or is_parameter_free(layer)
+
+
+def differentiated_by_hand(layers: list[Layer]) -> bool:
+    """Whether no layer from the first with parameters on needs autograd."""
+    learning = [bool(layer.names) for layer in layers]
+    first = learning.index(True) if True in learning else len(layers)
+    by_hand = (is_matmul, is_convolution, is_pooling, is_group_norm, is_dropout)
+    return all(
+        isinstance(layer.module, nn.ReLU) or flattens_samples(layer.module) or any(kind(layer) for kind in by_hand)
+        for layer in layers[first:]
+    )

@@ -1,0 +1,272 @@
+"""Layers by hand, for many models at once, against plain PyTorch for one model after another."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import functional_call
+
+from fedcpsl.dropout import KeyedDropout, with_keyed_dropout
+from fedcpsl.layers import Arithmetic, backward, bind, differentiated_by_hand, forward, walk
+from fedcpsl.models import cnn, mlp
+from fedcpsl.network import Network
+
+SLOTS, MODELS, SAMPLES = 2, 2, 3
+
+
+def stacked(module, dtype=torch.float64):
+    """Parameters of several models, [slots, models, *shape]."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = {name: p.shape for name, p in module.named_parameters()}
+    return {
+        name: torch.randn(SLOTS, MODELS, *shape, generator=generator).to(dtype) / 2 for name, shape in shapes.items()
+    }
+
+
+def by_hand(module, parameters, x, keys=None, arithmetic=None):
+    """Outputs, and the gradient of <outputs, weights> in every parameter."""
+    totals = {name: torch.ones_like(p) for name, p in parameters.items()}
+    bound = bind(walk(module, parameters), parameters, totals, arithmetic or Arithmetic())
+    y, pulls = forward(bound, x, keys)
+    backward(pulls, weights_like(y))
+    return y, {name: total - 1 for name, total in totals.items()}
+
+
+def weights_like(y):
+    return torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y)
+
+
+def one_by_one(module, parameters, x, keys=None):
+    """The same by autograd, one model after another."""
+    parameters = {name: p.clone().requires_grad_() for name, p in parameters.items()}
+    x = x.expand(SLOTS, MODELS, *x.shape[2:])
+    rows = []
+    for slot in range(SLOTS):
+        for model in range(MODELS):
+            for layer in module.modules():
+                if isinstance(layer, KeyedDropout):
+                    layer.keys = None if keys is None else keys.expand(x.shape[:3])[slot, model]
+            own = {name: p[slot, model] for name, p in parameters.items()}
+            rows.append(functional_call(module, own, (x[slot, model],)))
+    y = torch.stack(rows).unflatten(0, (SLOTS, MODELS))
+    gradients = torch.autograd.grad((y * weights_like(y)).sum(), list(parameters.values()))
+    return y.detach(), dict(zip(parameters, gradients, strict=True))
+
+
+def assert_agree(module, x, keys=None, tolerance=1e-12):
+    module = module.double()
+    parameters = stacked(module)
+    y, gradients = by_hand(module, parameters, x, keys)
+    expected, expected_gradients = one_by_one(module, parameters, x, keys)
+    assert y.shape == expected.shape
+    assert torch.allclose(y, expected, rtol=tolerance, atol=tolerance)
+    for name, gradient in gradients.items():
+        assert torch.allclose(gradient, expected_gradients[name], rtol=tolerance, atol=10 * tolerance), name
+
+
+def inputs(*shape, shared=True, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(SLOTS, 1 if shared else MODELS, SAMPLES, *shape, generator=generator, dtype=torch.float64)
+
+
+def pairs(low, high):
+    return st.tuples(st.integers(low, high), st.integers(low, high))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kernel=pairs(1, 3),
+    stride=pairs(1, 3),
+    padding=pairs(0, 2),
+    dilation=pairs(1, 2),
+    spare=pairs(0, 4),
+    channels=pairs(1, 3),
+    shared=st.booleans(),
+    bias=st.booleans(),
+    relu=st.booleans(),
+)
+def test_any_convolution_of_images(kernel, stride, padding, dilation, spare, channels, shared, bias, relu):
+    """As the first layer, which has no gradient to hand back, and as the second, after a ReLU or not."""
+    inner, outer = channels
+    size = [max(1, d * (k - 1) + 1 - 2 * p) + s for k, d, p, s in zip(kernel, dilation, padding, spare, strict=True)]
+    conv = nn.Conv2d(inner, outer, kernel, stride, padding, dilation, bias=bias)
+    assert_agree(conv, inputs(inner, *size, shared=shared))
+    between = [nn.ReLU()] if relu else []
+    second = nn.Sequential(nn.Conv2d(2, inner, 1), *between, conv, nn.ReLU(), nn.Flatten())
+    assert differentiated_by_hand(walk(second, dict(second.named_parameters())))
+    assert_agree(second, inputs(2, *size, shared=shared))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    kernel=st.integers(1, 4),
+    stride=st.integers(1, 3),
+    padding=st.integers(0, 2),
+    dilation=st.integers(1, 2),
+    spare=st.integers(0, 5),
+    shared=st.booleans(),
+)
+def test_any_convolution_of_signals(kernel, stride, padding, dilation, spare, shared):
+    length = max(1, dilation * (kernel - 1) + 1 - 2 * padding) + spare
+    conv = nn.Conv1d(3, 4, kernel, stride, padding, dilation)
+    assert_agree(nn.Sequential(nn.Conv1d(2, 3, 1), nn.ReLU(), conv, nn.Flatten()), inputs(2, length, shared=shared))
+
+
+@pytest.mark.parametrize("padding", ["same", "valid"])
+@pytest.mark.parametrize("kernel", [(3, 3), (5, 1), (1, 3)])
+def test_padding_by_name(padding, kernel):
+    assert_agree(nn.Sequential(nn.Conv2d(2, 3, 1), nn.Conv2d(3, 2, kernel, padding=padding)), inputs(2, 7, 6))
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+def test_same_padding_of_an_even_kernel():
+    assert_agree(nn.Sequential(nn.Conv2d(2, 3, 1), nn.Conv2d(3, 2, (2, 4), padding="same")), inputs(2, 7, 6))
+
+
+@pytest.mark.parametrize("conv", [nn.Conv2d(2, 4, 3, groups=2), nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular")])
+def test_other_convolutions_go_through_autograd(conv):
+    module = nn.Sequential(nn.Conv2d(2, 2, 1), nn.ReLU(), conv, nn.ReLU(), nn.Flatten())
+    assert not differentiated_by_hand(walk(module, dict(module.named_parameters())))
+    assert_agree(module, inputs(2, 5, 5))
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize(
+    "pool", [nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 1), nn.MaxPool2d((2, 1), (1, 2), ceil_mode=True, dilation=2)]
+)
+def test_pooling_picks_the_first_of_equals(pool, relu):
+    """Few different numbers make many ties; PyTorch's choice decides where the gradient goes."""
+    module = nn.Sequential(nn.Conv2d(2, 3, 2), *[nn.ReLU()] * relu, pool, nn.Flatten()).double()
+    x = inputs(2, 8, 7).round()
+    parameters = {name: p.round() for name, p in stacked(module).items()}
+    (y, gradients), (expected, theirs) = by_hand(module, parameters, x), one_by_one(module, parameters, x)
+    assert torch.equal(y, expected)
+    assert all(torch.allclose(gradients[name], theirs[name], rtol=1e-12, atol=1e-12) for name in theirs)
+    assert y.flatten().unique().numel() < y.numel() / 3
+
+
+def test_pooling_of_signals():
+    pools = [nn.MaxPool1d(3, ceil_mode=True), nn.MaxPool1d(2, 1, 1)]
+    assert_agree(nn.Sequential(nn.Conv1d(2, 4, 2), nn.ReLU(), *pools, nn.Flatten()), inputs(2, 12))
+
+
+@pytest.mark.parametrize("drop", [nn.Dropout(0.4), nn.Dropout2d(0.5), nn.Dropout(1.0), nn.Dropout(0.0)])
+@pytest.mark.parametrize("keyed", [False, True])
+def test_dropout_is_the_keyed_dropout(drop, keyed):
+    module = nn.Sequential(nn.Conv2d(2, 4, 2), nn.ReLU(), drop, nn.Conv2d(4, 3, 2), nn.Flatten(), nn.Dropout(0.3))
+    with_keyed_dropout(module)
+    assert differentiated_by_hand(walk(module, dict(module.named_parameters())))
+    keys = torch.randint(-(2**62), 2**62, (SLOTS, 1, SAMPLES), generator=torch.Generator().manual_seed(0))
+    assert_agree(module, inputs(2, 5, 6), keys if keyed else None)
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize(("groups", "shape"), [(1, (5, 4)), (2, (5, 4)), (4, (7,))])
+def test_group_norm(groups, shape, affine):
+    conv = nn.Conv2d if len(shape) == 2 else nn.Conv1d
+    norm = nn.GroupNorm(groups, 4, affine=affine)
+    module = nn.Sequential(conv(2, 4, 2), norm, nn.ReLU(), conv(4, 2, 2), nn.Flatten())
+    assert differentiated_by_hand(walk(module, dict(module.named_parameters())))
+    assert_agree(module, inputs(2, *shape), tolerance=1e-10)
+    first = nn.Sequential(nn.GroupNorm(1, 2, affine=affine), conv(2, 2, 1), nn.Flatten())
+    assert_agree(first, inputs(2, *shape), tolerance=1e-10)
+
+
+@pytest.mark.parametrize("frozen", ["0.weight", "0.bias"])
+def test_a_partly_frozen_convolution_goes_through_autograd(frozen):
+    module = nn.Sequential(nn.Conv2d(2, 3, 2), nn.ReLU(), nn.Flatten()).double()
+    parameters = {name: p for name, p in stacked(module).items() if name != frozen}
+    (y, gradients), (expected, theirs) = (run(module, parameters, inputs(2, 4, 4)) for run in (by_hand, one_by_one))
+    assert torch.allclose(y, expected, rtol=1e-12, atol=1e-12)
+    assert gradients.keys() == theirs.keys() == parameters.keys()
+    assert all(torch.allclose(gradients[name], theirs[name], rtol=1e-12, atol=1e-12) for name in theirs)
+
+
+def rounded(t):
+    return t.to(torch.bfloat16).to(t.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shared", [True, False])
+def test_bf16_rounds_the_factors_and_nothing_else(shared, dtype):
+    for module, shape in ((nn.Conv2d(2, 3, 2, stride=2), (2, 6, 5)), (nn.Linear(7, 4), (7,))):
+        module, parameters, x = module.to(dtype), stacked(module, dtype), inputs(*shape, shared=shared).to(dtype)
+        y, gradients = by_hand(module, parameters, x, arithmetic=Arithmetic("bf16"))
+        rough = {**parameters, "weight": rounded(parameters["weight"])}
+        expected, _ = one_by_one(module, rough, rounded(x))
+        assert torch.allclose(y, expected, rtol=1e-5, atol=1e-5)
+        weights = rounded(weights_like(y))
+        rough = {name: p.clone().requires_grad_() for name, p in rough.items()}
+        each = rounded(x).expand(SLOTS, MODELS, *x.shape[2:])
+        for slot in range(SLOTS):
+            for model in range(MODELS):
+                out = functional_call(module, {n: p[slot, model] for n, p in rough.items()}, (each[slot, model],))
+                (gradient,) = torch.autograd.grad((out * weights[slot, model]).sum(), rough["weight"])
+                found = gradients["weight"][slot, model]
+                assert torch.allclose(found, gradient[slot, model], rtol=1e-4, atol=1e-4)
+        full = weights_like(y).flatten(4).sum((2, 4)) if y.dim() > 4 else weights_like(y).sum(2)
+        assert torch.allclose(gradients["bias"], full, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(by_hand(module, parameters, x)[0], y, rtol=1e-5, atol=1e-5)
+
+
+def test_large_inputs_are_convolved_in_pieces(monkeypatch):
+    module = nn.Sequential(nn.Conv2d(2, 3, 2), nn.ReLU(), nn.Conv2d(3, 2, 2)).double()
+    parameters, x = stacked(module), inputs(2, 6, 6)
+    bound = bind(walk(module, parameters), parameters)
+    whole, _ = forward(bound, x, None)
+    monkeypatch.setattr("fedcpsl.layers.convolution.PATCHES_AT_ONCE", 1)
+    assert torch.allclose(forward(bound, x, None)[0], whole, rtol=1e-13, atol=1e-13)
+
+
+def test_a_cnn_needs_neither_vmap_nor_autograd(monkeypatch):
+    """With dropout, and with gradients written out, everything happens in inference mode."""
+    module = nn.Sequential(cnn((1, 16, 16), 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+    x = inputs(1, 16, 16)
+    networks = {batched: Network(module, x[0, 0], 3, batched=batched) for batched in (True, False)}
+    assert networks[True].fully_batched
+    assert not networks[True].fully_linear
+    theta = networks[True].initial + 0.01 * torch.randn(SLOTS, MODELS, 1, dtype=torch.float64)
+    keys = torch.arange(SLOTS * SAMPLES).view(SLOTS, 1, SAMPLES)
+    found = {}
+    for batched, network in networks.items():
+        leaves = tuple(leaf.contiguous() for leaf in network.split(theta))
+        into = tuple(torch.zeros_like(leaf) for leaf in leaves)
+        slope = (lambda h: ((h**2).sum((-1, -2)), 2 * h)) if batched else None
+        with monkeypatch.context() as patch:
+            if batched:
+                patch.setattr("torch.autograd.grad", None)
+                patch.setattr("fedcpsl.layers.autograd.vmap", None)
+            costs = network.add_gradient(into, leaves, x, keys, lambda h: (h**2).sum((-1, -2)), slope)
+        found[batched] = (costs, network.join(into), network.log_probabilities(theta, x))
+    for a, b in zip(found[True], found[False], strict=True):
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_what_is_batched_and_what_is_linear():
+    x = torch.zeros(2, 3, 16, 16)
+    assert Network(mlp(3 * 256, 3, [5]), x, 3).fully_linear
+    assert Network(mlp(3 * 256, 3, [5]), x, 3).fully_batched
+    assert Network(cnn((3, 16, 16), 3), x, 3).fully_batched
+    assert not Network(cnn((3, 16, 16), 3), x, 3).fully_linear
+    grouped = nn.Sequential(nn.Conv2d(3, 3, 16, groups=3), nn.Flatten())
+    assert not Network(grouped, x, 3).fully_batched
+
+
+class ViewsItsInput(nn.Module):
+    """Another's own model, which wants its numbers in the order that PyTorch gives them by default."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(2, 3, 2), nn.Linear(27, 3)
+
+    def forward(self, x):
+        return self.last(self.conv(x).view(len(x), -1))
+
+
+def test_one_after_another_is_plain_pytorch_for_any_module():
+    x = inputs(2, 4, 4)[0, 0]
+    for module in (ViewsItsInput(), nn.Sequential(nn.Conv2d(2, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(27, 3))):
+        network = Network(module, x, 3)
+        expected = torch.log_softmax(module.double()(x), -1)
+        assert torch.allclose(network.log_probabilities(network.initial, x), expected, rtol=1e-12, atol=1e-12)
