@@ -1,0 +1,82 @@
+"""Simulations that `test_ranks.py` compares; started by torchrun, every rank writes what it came to."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from fedcpsl import config
+from fedcpsl.errors import RunError
+from fedcpsl.simulation import prepare, simulate, simulate_together, workers
+from fedcpsl.simulation.executors import local_rounds
+
+from .conftest import small_federation, small_model
+from .test_conformance import WORK, tensors
+
+CASES = {
+    "fedcpsl": ({}, {}, {"executor": "vectorised"}),
+    "dropout": ({}, {"active": 3}, {"executor": "vectorised"}),
+    "personal": ({"name": "fedcpsl"}, {"personal_rounds": 2}, {"executor": "sequential"}),
+    "two-phase": ({"name": "fedshvrp", "warm_up": 1}, {"two_phase": True, "personal_rounds": 2}, {}),
+    "joiners": ({"name": "scaffold"}, {"joiners": 2, "join_round": 2, "active": 3}, {}),
+    "one-device": ({"name": "apfsl"}, {"active": 1}, {}),
+    "local": ({"name": "local-pseudo"}, {}, {}),
+}
+
+
+def setup(name):
+    algorithm, work, run = CASES[name]
+    model = small_model()
+    if name == "dropout":
+        model = torch.nn.Sequential(model[0], torch.nn.Dropout(0.3), *model[1:])
+    return prepare(
+        small_federation(),
+        model,
+        config.Algorithm(**{"eta": 0.05, "alpha_p": 0.5, "alpha_r": 0.2} | algorithm),
+        replace(WORK, **work),
+        config.Run(**{"dtype": "float64", "seed": 3, "device": "cpu", "processes": "auto"} | run),
+    )
+
+
+def company():
+    """Runs that go together."""
+    made = [setup("fedcpsl")]
+    for numbers in ({"name": "apfl"}, {"beta": 0.3}):
+        given = (config.Algorithm(**numbers), WORK, config.Run(dtype="float64", device="cpu", executor="vectorised"))
+        made.append(prepare(small_federation(seed=1), small_model(seed=1), *given, beside=made[0]))
+    return made
+
+
+def ends():
+    """The last state of every case, as named tensors."""
+    found = {}
+    for name in CASES:
+        *_, last = simulate(setup(name))
+        found |= {f"{name}.{field}": t for field, t in tensors(last).items()}
+    *_, states = simulate_together(company())
+    for i, state in enumerate(states):
+        found |= {f"company{i}.{field}": t for field, t in tensors(state).items()}
+    return {name: t.clone().contiguous() for name, t in found.items()}
+
+
+def failing(asks, ground):
+    if dist.get_rank() == 1:
+        raise RuntimeError("no room left")
+    return local_rounds(asks, ground)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    out, rank = Path(sys.argv[1]), dist.get_rank()
+    for attempt in range(2):
+        save_file(ends(), out / f"rank{rank}-{attempt}.safetensors")
+    workers.local_rounds = failing
+    try:
+        list(simulate(setup("fedcpsl")))
+    except (RunError, RuntimeError) as error:
+        (out / f"error{rank}.txt").write_text(f"{type(error).__name__}: {error}")
+    dist.destroy_process_group()
