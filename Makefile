@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-.PHONY: demo test check lint docs bench bench-gpu uplink large-table clean
+.PHONY: demo test check lint docs bench bench-devices bench-processes bench-gpu bench-peers uplink large-table clean
 
 demo: .venv/ready
 	$(BIN)/fedcpsl run
@@ -27,11 +27,20 @@ check: lint docs test
 bench: .venv/ready
 	$(BIN)/python benchmarks/mnist_cpu.py
 
+bench-processes: .venv/ready
+	$(BIN)/python benchmarks/processes.py
+
+bench-devices: .venv/ready
+	$(BIN)/python benchmarks/many_devices.py
+
 large-table: .venv/ready-dev
 	@$(BIN)/python benchmarks/large_table.py
 
 bench-gpu: .venv/ready
 	$(BIN)/python benchmarks/mnist_gpu.py
+
+bench-peers: .venv/ready
+	$(BIN)/python benchmarks/cifar_peers.py
 
 uplink: .venv/ready
 	@$(BIN)/python benchmarks/uplink.py
