@@ -20,8 +20,8 @@ from fedcpsl.algorithms import all_algorithms
 from fedcpsl.models import make_model
 from fedcpsl.simulation import initial_state
 from fedcpsl.simulation.executors import local_rounds
-from fedcpsl.simulation.slots import Ask, ground_of
 from fedcpsl.simulation.rounds import draw_plan, next_state
+from fedcpsl.simulation.slots import Ask, ground_of
 
 SHAPES = {"mlp": (1, 28, 28), "cnn": (3, 32, 32)}
 

@@ -7,9 +7,9 @@ import fedcpsl
 
 ROOT = Path(fedcpsl.__file__).parent
 ORDER = [
-    ["errors", "kinds", "dropout", "views", "progress", "__init__"],
+    ["errors", "kinds", "dropout", "views", "progress", "torchrun", "__init__"],
     ["settings"],
-    ["config", "layers"],
+    ["config", "layers", "each", "each_kernels"],
     ["network", "models", "schedule"],
     ["problem"],
     ["algorithm"],
@@ -17,6 +17,7 @@ ORDER = [
     ["data"],
     ["simulation"],
     ["evaluation"],
+    ["examination"],
     ["theory"],
     ["vectors", "runs"],
     ["report"],

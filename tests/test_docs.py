@@ -77,6 +77,8 @@ def test_a_command_is_one_that_exists(words):
     if program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
         assert set(arguments) <= set(targets)
+    elif program == "torchrun":
+        assert_parses(arguments[arguments.index("fedcpsl") + 1 :])
     elif program not in OTHER_PROGRAMS:
         assert program in ("fedcpsl", ".venv/bin/fedcpsl"), "not a program that this test knows"
         assert_parses(arguments)

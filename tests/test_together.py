@@ -9,6 +9,7 @@ import torch
 from fedcpsl import config
 from fedcpsl.data.federation import Federation
 from fedcpsl.evaluation import evaluate, evaluate_together
+from fedcpsl.examination import examiner
 from fedcpsl.simulation import prepare, simulate, simulate_together
 from fedcpsl.simulation.executors import groups
 from fedcpsl.simulation.rounds import draw_plan, initial_state
@@ -154,3 +155,21 @@ def test_evaluating_together_is_evaluating_each():
     states = last(simulate_together(setups(run)))
     for one, state in zip(evaluate_together(states, [None] * len(states)), states, strict=True):
         assert one.metrics(state) == evaluate(state).metrics(state)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("work", [WORK, replace(WORK, personal_rounds=3)])
+def test_on_a_gpu_a_captured_evaluation_is_the_evaluation(work):
+    cases = [{"name": "fedcpsl"}, {"name": "apfl"}, {"name": "fedcpsl", "beta": 0.3}]
+    cases += [] if work.personal_rounds else [{"name": "fedavg"}, {"name": "local"}]
+    run = config.Run(executor="vectorised", dtype="float64", device="cuda")
+    examine, noted = examiner(), []
+    for states in simulate_together(setups(run, work=work, cases=cases)):
+        noted.append((states, examine(states), [evaluate(state) for state in states]))
+    assert len(noted) == 1 + work.rounds + work.personal_rounds
+    for states, pending, expected in noted:
+        for state, one, other in zip(states, pending.read(), expected, strict=True):
+            found, wanted = one.metrics(state), other.metrics(state)
+            losses = found.pop("losses"), wanted.pop("losses")
+            assert found == wanted
+            assert losses[0] == pytest.approx(losses[1], rel=1e-9, nan_ok=True)

@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Federation": "fedcpsl.data.federation",
+    "from_function": "fedcpsl.data.ondemand",
     "load_federation": "fedcpsl.data.sources",
     "Data": "fedcpsl.config",
     "Algorithm": "fedcpsl.config",

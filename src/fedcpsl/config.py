@@ -130,6 +130,7 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "--loss-rate": "work.loss_rate",
         "--seed": "run.seed",
         "--executor": "run.executor",
+        "--store": "run.store",
         "--device": "run.device",
         "--precision": "run.precision",
     }

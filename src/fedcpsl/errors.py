@@ -14,6 +14,10 @@ class RunError(Exception):
     run: int | None = None  # which, where several go together
 
 
+class LostRankError(RunError):
+    """Another rank of the job is gone, or cannot be reached."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint for a misspelt name: the nearest known one, or all of them."""
     known = sorted(known)

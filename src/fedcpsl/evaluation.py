@@ -12,6 +12,7 @@ from torch import Tensor
 from fedcpsl.algorithm import Hyper, map_tensors
 from fedcpsl.simulation import State
 from fedcpsl.simulation.shelf import Held
+from fedcpsl.simulation.transfer import sent
 
 ROWS_AT_ONCE = 16384
 
@@ -23,6 +24,7 @@ class Predictions(NamedTuple):
     general: Tensor | None  # None where there is no server
     localized: Tensor | None
     made_by: NDArray[np.int64]  # the version of each device's localized model, to reuse what has not changed
+    hyper: Hyper | None = None  # of every sample, to reuse
 
 
 class Accuracy(NamedTuple):
@@ -70,15 +72,48 @@ def evaluate(state: State, earlier: Predictions | None = None) -> Evaluation:
 
 
 def evaluate_together(states: Sequence[State], earlier: Sequence[Predictions | None]) -> list[Evaluation]:
-    """The metrics of many runs: everything is computed where the models are, and brought to the host once."""
+    """The metrics of many runs."""
+    return measure_together(states, earlier).read()
+
+
+class Pending(NamedTuple):
+    """Metrics that are being computed where the models are; the host may go on before it reads them."""
+
+    states: Sequence[State]
+    predictions: list[Predictions]
+    numbers: Tensor  # on the host
+    sizes: list[int]
+    known: Any  # an event to wait for, or None
+
+    def read(self) -> list[Evaluation]:
+        """The metrics, once they are there."""
+        if self.known is not None:
+            self.known.synchronize()
+        parts = iter(self.numbers.split(self.sizes))
+        return [
+            _evaluation(state, made, Measured(*(next(parts).numpy() for _ in Measured._fields)))
+            for state, made in zip(self.states, self.predictions, strict=True)
+        ]
+
+
+def measure_together(states: Sequence[State], earlier: Sequence[Predictions | None]) -> Pending:
+    """Have the metrics of many runs computed, to be brought to the host all at once."""
     predictions = [predict(s, s.setup.shelf.test, e) for s, e in zip(states, earlier, strict=True)]
-    measured = [_measure(state, made) for state, made in zip(states, predictions, strict=True)]
-    flat = [number for numbers in measured for number in numbers]
-    on_host = iter(torch.cat(flat).cpu().split([len(number) for number in flat]))
-    return [
-        _evaluation(state, made, Measured(*(next(on_host).numpy() for _ in Measured._fields)))
-        for state, made in zip(states, predictions, strict=True)
-    ]
+    judges = [sent(has_labelled(state), state.targets.device) for state in states]
+    return pending(states, predictions, [measure(*each) for each in zip(states, predictions, judges, strict=True)])
+
+
+def pending(states: Sequence[State], predictions: list[Predictions], measured: Sequence[Sequence[Tensor]]) -> Pending:
+    """What was measured of many runs, and the costs of their last rounds, on their way to the host."""
+    flat = []
+    for state, numbers in zip(states, measured, strict=True):
+        costs = list(state.costs.values())
+        flat += [*numbers, torch.stack(costs).to(numbers[0].dtype).mean(0) if costs else numbers[0][:0]]
+    together, known = torch.cat(flat), None
+    if together.is_cuda:
+        together, known = together.to("cpu", non_blocking=True), torch.cuda.Event()
+        known.record()
+    return Pending(states, predictions, together.cpu(), [len(number) for number in flat], known)
 
 
 class Measured(NamedTuple):
@@ -90,30 +125,32 @@ class Measured(NamedTuple):
     validation: Any
     losses: Any  # [0 to 3]: of those three
     labels: Any  # right pseudo-labels, and how many could be judged
+    costs: Any  # [0 to 2]: f_i and F_i of the round's steps, mean over its devices
 
 
 @torch.no_grad()
-def _measure(state: State, made: Predictions) -> Measured:
+def measure(state: State, made: Predictions, judged: Tensor) -> list[Tensor]:
+    """All but the last field of `Measured`; `judged` [devices] says whose pseudo-labels count."""
     tests, validation = state.setup.shelf.test, state.setup.shelf.validation
     exact = torch.float32 if tests.x.device.type == "mps" else torch.float64
     nothing = torch.zeros(0, device=tests.y.device, dtype=exact)
 
-    def right(held: Held, log_h: Tensor | None) -> Tensor:
-        if log_h is None:
-            return nothing
-        hits = torch.nn.functional.pad((log_h.argmax(-1) == held.y).to(exact).cumsum(0), (1, 0))
-        return hits[held.bounds].diff()
+    def right(held: Held, log_h: Tensor) -> Tensor:
+        """Right predictions of each device, [models, devices]."""
+        hits = torch.nn.functional.pad((log_h.argmax(-1) == held.y).to(exact).cumsum(-1), (1, 0))
+        return hits[:, held.bounds].diff()
 
-    models = (made.personal, made.general, made.localized)
-    losses = [-m.gather(1, tests.y[:, None]).mean() for m in models if m is not None] if len(tests.x) else []
-    return Measured(
-        right(tests, made.personal),
-        right(tests, made.general),
-        right(tests, made.localized),
-        right(validation, predict(state, validation).personal) if len(validation.x) else nothing,
-        torch.stack(losses).to(exact) if losses else nothing,
-        _judged_labels(state).to(exact) if state.setup.method.parts.unlabelled else nothing,
-    )
+    models = [m for m in (made.personal, made.general, made.localized) if m is not None]
+    each = torch.stack(models)
+    hits = iter(right(tests, each))
+    return [
+        next(hits),
+        nothing if made.general is None else next(hits),
+        nothing if made.localized is None else next(hits),
+        right(validation, predict(state, validation).personal[None])[0] if len(validation.x) else nothing,
+        -each.gather(2, tests.y.expand(len(each), -1)[..., None]).mean((1, 2)).to(exact) if len(tests.x) else nothing,
+        _right_labels(state, judged).to(exact) if state.setup.method.parts.unlabelled else nothing,
+    ]
 
 
 def _evaluation(state: State, made: Predictions, measured: Measured) -> Evaluation:
@@ -129,7 +166,7 @@ def _evaluation(state: State, made: Predictions, measured: Measured) -> Evaluati
         localized=_accuracy(tests, measured.localized, roster),
         union=None if general is None else _over_union(tests, general),
         validation=_accuracy(validation, measured.validation, roster),
-        losses=_losses(state, made, measured.losses),
+        losses=_losses(state, made, measured),
         pseudo_label_accuracy=right / known if known else None,
         predictions=made,
     )
@@ -144,41 +181,52 @@ def predict(state: State, held: Held, earlier: Predictions | None = None) -> Pre
     if not method.parts.alone:
         pieces = [network.log_probabilities(state.server.theta, some) for some in x.split(ROWS_AT_ONCE)]
         general = torch.cat(pieces) if len(x) else x.new_zeros(0, network.classes)
-    versions = state.active_rounds + (setup.joins < state.round) + max(state.round - setup.rounds, 0)
+    versions = versions_of(state)
     if not method.parts.personal:
         assert general is not None
         return Predictions(general, general, None, versions)
     if earlier is None or earlier.localized is None:
-        localized, changed = x.new_empty(len(x), network.classes), list(range(setup.devices))
+        localized, changed = x.new_empty(len(x), network.classes), np.ones(setup.devices, bool)
     else:
-        localized, changed = earlier.localized.clone(), np.flatnonzero(earlier.made_by != versions).tolist()
-    for i in changed:
+        localized, changed = earlier.localized.clone(), earlier.made_by != versions
+    for i in np.flatnonzero(changed & (np.diff(held.start) > 0)).tolist():
         rows = held.rows(i)
-        localized[rows] = network.log_probabilities(state.devices.theta_lc[i], x[rows])
+        localized[rows] = network.log_probabilities(state.device(i).theta_lc, x[rows])
     of_theta = localized if general is None else general
-    hyper: Hyper = map_tensors(lambda t: t[held.device], setup.hyper)  # every sample a slot of its own
+    hyper = earlier.hyper if earlier else None
+    if hyper is None:
+        hyper = map_tensors(lambda t: t[held.device], setup.hyper)  # every sample a slot of its own
     personal = setup.algorithm.predict(method, hyper, of_theta[:, None], localized[:, None])[:, 0]
-    return Predictions(personal, general, localized, versions)
+    return Predictions(personal, general, localized, versions, hyper)
 
 
-def _judged_labels(state: State) -> Tensor:
-    """How many pseudo-labels are right, and how many could be."""
+def versions_of(state: State) -> NDArray[np.int64]:
+    """A number for every device's localized model that changes whenever the model may have."""
     setup = state.setup
-    labelled_once = state.active_rounds > setup.warm_up
-    if setup.two_phase and state.round > setup.rounds:
-        labelled_once = np.ones_like(labelled_once)
-    shelf = setup.shelf
-    judged = torch.from_numpy(labelled_once).to(shelf.where)[shelf.device] & shelf.hidden & (shelf.truth >= 0)
-    return torch.stack([((state.targets.argmax(-1) == shelf.truth) & judged).sum(), judged.sum()])
+    return state.active_rounds + (setup.joins < state.round) + max(state.round - setup.rounds, 0)
 
 
-def _losses(state: State, made: Predictions, tested: NDArray[np.float64]) -> dict[str, float | None]:
-    costs, of_tests = list(state.costs.values()), iter(tested.tolist())
+def has_labelled(state: State) -> NDArray[np.bool_]:
+    """Which devices have made pseudo-labels."""
+    if state.setup.two_phase and state.round > state.setup.rounds:
+        return np.ones(state.setup.devices, bool)
+    return state.active_rounds > state.setup.warm_up
+
+
+def _right_labels(state: State, judged: Tensor) -> Tensor:
+    """How many pseudo-labels of some devices are right, and how many could be."""
+    shelf = state.setup.shelf
+    counts = judged[shelf.device] & shelf.hidden & (shelf.truth >= 0)
+    return torch.stack([((state.targets.argmax(-1) == shelf.truth) & counts).sum(), counts.sum()])
+
+
+def _losses(state: State, made: Predictions, measured: Measured) -> dict[str, float | None]:
+    costs, of_tests = measured.costs.tolist(), iter(measured.losses.tolist())
     alone = state.setup.method_after(state.round).trains_localized_alone
     there = {"personal": made.personal, "global": made.general, "localized": made.localized}
     return {
-        "train": None if alone else _mean([c[0] for c in costs]),
-        "train_personal": _mean([c[-1] for c in costs if alone or len(c) > 1]),
+        "train": None if alone or not costs else costs[0],
+        "train_personal": costs[-1] if costs and (alone or len(costs) > 1) else None,
         **{f"test_{name}": None if log_h is None else next(of_tests, None) for name, log_h in there.items()},
     }
 
@@ -202,10 +250,6 @@ def _over_union(held: Held, accuracy: Accuracy) -> float:
     sizes = np.diff(held.start)
     tested = sum(int(sizes[i]) for i in accuracy.devices)
     return sum(a * int(sizes[i]) for i, a in accuracy.devices.items()) / tested if tested else float("nan")
-
-
-def _mean(values: list[float]) -> float | None:
-    return float(np.mean(values)) if values else None
 
 
 def _summary(accuracy: Accuracy | None) -> dict[str, float] | None:

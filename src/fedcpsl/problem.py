@@ -94,11 +94,18 @@ def local_cost_and_slope(log_h: Tensor, target: Tensor, weights: Weights) -> tup
 
     What `local_cost` and autograd find, in fewer operations.
     """
-    flattening = log_h.exp().mul_(weights.regulariser[..., None])  # alpha_r w_U h
-    slope = torch.addcmul(flattening, weights.loss[..., None], target, value=-1)
-    constants = torch.special.entr(target).neg_().add_(2 * log(log_h.shape[-1]) / log_h.shape[-1])  # R less <h, log h>
-    cost = (slope * log_h).addcmul_(weights.regulariser[..., None], constants).sum((-2, -1))
+    of_loss, of_regulariser, uncertain = _over_classes(weights)
+    flattening = log_h.exp().mul_(of_regulariser)  # alpha_r w_U h
+    slope = torch.addcmul(flattening, of_loss, target, value=-1)
+    each = (slope * log_h).addcmul_(of_regulariser, torch.special.entr(target), value=-1)
+    cost = torch.add(each.sum((-2, -1)), uncertain, alpha=2 * log(log_h.shape[-1]))  # R has log C twice
     return cost, slope.addcmul_(flattening, log_h)
+
+
+@remembered
+def _over_classes(weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights shaped to go with log h, and the regulariser's sum."""
+    return weights.loss[..., None], weights.regulariser[..., None], weights.regulariser.sum(-1)
 
 
 @remembered

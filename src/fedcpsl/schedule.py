@@ -59,7 +59,7 @@ def steps_per_epoch(n: int, m: int, work: Work, unlabelled: bool) -> int:
     return ceil(max(passes))
 
 
-def draw_active(seed: int, round: int, roster: Sequence[int], active: int) -> list[int]:
+def draw_active(seed: int, round: int, roster: Sequence[int] | NDArray[np.int64], active: int) -> list[int]:
     """m devices uniformly without replacement; a larger m adds devices to the same ones."""
     return sorted(stream(seed, "participation", round).permutation(np.asarray(roster))[:active].tolist())
 
@@ -88,7 +88,7 @@ def draw_tasks(
         widths = work.batch_labelled, work.batch_unlabelled if unlabelled else 0
         labelled = _draw_batches(seed, "labelled", round, device, steps, widths[0], sizes.labelled)
         extra = _draw_batches(seed, "unlabelled", round, device, steps, widths[1], sizes.unlabelled)
-        lost = bool(stream(seed, "upload", round, device).random() < work.loss_rate)
+        lost = work.loss_rate > 0 and bool(stream(seed, "upload", round, device).random() < work.loss_rate)
         keys = draw_keys(seed, round, device, steps, widths) if dropout else None
         plan.append(DeviceRound(device, steps, labelled, extra, lost, keys=keys))
     return plan
@@ -99,6 +99,7 @@ def draw_keys(seed: int, round: int, device: int, steps: int, widths: Sequence[i
     kinds = [
         stream(seed, "dropout", round, device, kind).integers(0, 2**62, (steps, width))
         for kind, width in enumerate(widths)
+        if width
     ]
     return np.concatenate(kinds, 1)
 

@@ -22,7 +22,9 @@ AUTO = "auto"
 class Data:
     """Where the samples come from and who holds them."""
 
-    dataset: str = text("digits", "digits (ships with scikit-learn), mnist, fashion-mnist, cifar10, har; own: see file")
+    dataset: str = text(
+        "digits", "digits (ships with scikit-learn), mnist, fashion-mnist, cifar10, har, synthetic; own: see file"
+    )
     file: str = text("", "your own data: an .npz, .csv, .tsv or .parquet file, or a folder device/label/*.png")
     dir: str = text("", "folder where data sets are looked for before they are downloaded; FEDCPSL_DATA by default")
     label: str = text("", "the column of a table that is the label; empty there means unlabelled")
@@ -187,11 +189,25 @@ class Run:
         1,
         also=(AUTO,),
     )
+    store: str = choice(
+        AUTO,
+        "where device states live; auto: on what computes where all fit, else in memory or on disk, once active",
+        AUTO,
+        "accelerator",
+        "host",
+        "disk",
+    )
     device: str = text(AUTO, "cpu, cuda, mps; auto: cuda where there is one, else cpu")
     dtype: str = choice("float32", "floating-point type", "float32", "float64")
     precision: str = choice(
-        "ieee", "how a GPU multiplies float32 numbers: exactly as IEEE says, or faster and coarser", "ieee", "tf32"
+        "ieee", "how a GPU multiplies float32 numbers: as IEEE says, or faster and coarser", "ieee", "tf32", "bf16"
     )
     gaps: bool = choice(False, "log the optimality gaps of the theory at every evaluation (slow)", True, False)
     evaluate_every: int = whole(1, "rounds between evaluations", 1)
+    evaluate_devices: int | str = whole(
+        AUTO,
+        "devices that are tested, evenly spread; 0: all; auto: all, or 100 where samples are made on demand",
+        0,
+        also=(AUTO,),
+    )
     checkpoint_seconds: float = real(30.0, "seconds between checkpoints; 0: one after every round", 0)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fedcpsl.algorithm import Broadcast, Device, Hyper, Local, Method, Parts, Server, Sum, Upload
+from fedcpsl.each import scale_and_add, subtract_scaled
 from fedcpsl.network import Leaves
 from fedcpsl.problem import (
     Samples,
@@ -104,7 +105,8 @@ def begin(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device) ->
 def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     """One step of both models on one minibatch, both gradients at theta_i^{r,t} before its step."""
     models, lead = local.models, hyper.eta.dim()
-    momenta = momentum(hyper.gamma, local.momenta, local.correction)
+    needed = method.parts.momentum or local.correction
+    momenta = momentum(hyper.gamma, local.momenta, local.correction) if needed else no_momentum(local.momenta)
     keys = None if samples.keys is None else samples.keys.unsqueeze(lead)
     given = (method, hyper, models, samples)
     slope = partial(step_slope, *given) if method.costs.closed_form else None
@@ -181,28 +183,20 @@ def _weights_for_each_model(labelled: Tensor, unlabelled: Tensor, hyper: Hyper) 
 
 def momentum(gamma: Tensor, mu: Leaves, correction: Leaves) -> Leaves:
     """mu^{t+1} = gamma mu^t - c_i + c, to which the step's gradient is then added; mu_lc has no c. In place."""
-    torch._foreach_mul_(mu, _over_each(gamma, mu))
-    if correction:
-        torch._foreach_add_(_of_theta_i(mu, gamma.dim()), correction)
+    scale_and_add(mu, gamma, correction)
+    return mu
+
+
+def no_momentum(mu: Leaves) -> Leaves:
+    """Empty the momenta, which then take the gradient alone: where there is neither momentum nor c. In place."""
+    torch._foreach_zero_(mu)
     return mu
 
 
 def descend(theta: Leaves, eta: Tensor, mu: Leaves) -> Leaves:
     """theta^{t+1} = theta^t - eta mu^{t+1}, with eta for theta_i and eta_lc for theta_lc. In place."""
-    torch._foreach_addcmul_(theta, _etas_over_each(eta, theta), mu, value=-1)
+    subtract_scaled(theta, eta, mu)
     return theta
-
-
-def _numbers_over_each(numbers: Tensor, leaves: Leaves) -> list[Tensor]:
-    return [numbers.reshape(*numbers.shape, *(1,) * (leaf.dim() - numbers.dim())) for leaf in leaves]
-
-
-_over_each, _etas_over_each = remembered(_numbers_over_each), remembered(_numbers_over_each)
-
-
-@remembered
-def _of_theta_i(leaves: Leaves, lead: int) -> list[Tensor]:
-    return [leaf.select(lead, 0) for leaf in leaves]
 
 
 def finish(

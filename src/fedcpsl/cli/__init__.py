@@ -8,6 +8,7 @@ from typing import NoReturn
 from fedcpsl import __version__
 from fedcpsl.cli import compare, data, run, show, sweep, verify
 from fedcpsl.errors import InputError, RunError, did_you_mean
+from fedcpsl.torchrun import place
 
 EPILOG = """
 examples:
@@ -44,6 +45,21 @@ def _flags(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def run_command(arguments: Sequence[str]) -> int:
+    """Run a command; of several ranks that torchrun started, rank 0 does and the others help it."""
+    rank, size = place()
+    if size == 1:
+        return _run_command(arguments)
+    if rank > 0:
+        from fedcpsl.runs.follower import follow
+
+        return follow()
+    from fedcpsl.runs.leader import leading
+
+    with leading():
+        return _run_command(arguments)
+
+
+def _run_command(arguments: Sequence[str]) -> int:
     """Parse, run, and turn errors into one line and an exit code: 2 for bad input, 1 for a run that failed."""
     try:
         parsed = parser().parse_args(arguments)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedcpsl.cli.options import add_settings, config_of, given_settings
 from fedcpsl.errors import InputError
+from fedcpsl.torchrun import place, way_on
 
 if TYPE_CHECKING:
     from fedcpsl.runs.comparison import Plan
@@ -95,13 +96,15 @@ def resume_runs(parsed: argparse.Namespace, more: Any) -> int:
 def _run(folder: Path, plan: "Plan") -> int:
     from rich.console import Console
 
+    from fedcpsl.cli.run import says_how_to_go_on
     from fedcpsl.report.comparison import comparison_progress, print_comparison, write_comparison
     from fedcpsl.runs.comparison import run_all
 
-    with comparison_progress(len(plan.cases) * len(plan.seeds), Console(stderr=True)) as announce:
+    count = len(plan.cases) * len(plan.seeds)
+    with says_how_to_go_on(plan.kind, folder), comparison_progress(count, Console(stderr=True)) as announce:
         finished = run_all(folder, plan, announce)
     if not finished:
-        print(f"fedcpsl: stopped; go on with: fedcpsl {plan.kind} --resume {folder}", file=sys.stderr)
+        print(f"fedcpsl: stopped; go on with: {way_on(plan.kind, folder, place()[1])}", file=sys.stderr)
         return 130
     page = write_comparison(folder)
     print_comparison(folder)

@@ -34,17 +34,20 @@ def _data(parsed: argparse.Namespace) -> int:
 
     from fedcpsl.data.sources import load_federation, load_source, place, resolve
     from fedcpsl.data.split import split_bytes
-    from fedcpsl.report.split import class_picture, split_table
+    from fedcpsl.report.split import class_picture, in_memory, split_table
     from fedcpsl.runs.files import write_whole
 
     resolved, seed = resolve(config.data), config.run.seed
-    source = load_source(resolved)
-    federation = load_federation(resolved, seed, source)
+    if resolved.dataset == "synthetic" and parsed.save:
+        raise InputError("--save: synthetic samples follow from --seed and --devices; there is no split to save")
+    source = None if resolved.dataset == "synthetic" else load_source(resolved)
     console = Console()
+    whole = load_federation(resolved, seed, source)
+    federation = in_memory(whole, console)
     console.print(split_table(federation))
     console.print(class_picture(federation))
-    print(f"split sha256 {federation.digest}")
-    if parsed.save:
+    print(f"split sha256 {whole.digest}")
+    if parsed.save and source:
         if resolved.split:
             raise InputError("--save: this split is saved already, as data.split says")
         write_whole(parsed.save, split_bytes(place(source, resolved, seed), federation))

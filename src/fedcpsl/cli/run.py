@@ -2,12 +2,15 @@
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fedcpsl.cli.options import add_settings, config_of, given_settings, settings_help
 from fedcpsl.cli.show import print_results
-from fedcpsl.errors import InputError
+from fedcpsl.errors import InputError, LostRankError, RunError
+from fedcpsl.torchrun import place, way_on
 
 
 def add(commands: Any) -> None:
@@ -37,6 +40,15 @@ def refuse_existing(folder: Path | None) -> None:
         raise InputError(f"{folder}: exists already; give another --out, or --resume {folder} to go on with it")
 
 
+@contextmanager
+def says_how_to_go_on(command: str, folder: Path) -> Iterator[None]:
+    """Where another rank is gone, what was done until then is not."""
+    try:
+        yield
+    except LostRankError as error:
+        raise RunError(f"{error}; go on with: {way_on(command, folder, place()[1])}") from error
+
+
 def _run(parsed: argparse.Namespace) -> int:
     if parsed.resume:
         if given_settings(parsed) or parsed.out or parsed.dry_run or parsed.gaps:
@@ -56,7 +68,7 @@ def _run(parsed: argparse.Namespace) -> int:
     from fedcpsl.runs.folder import default_folder
 
     folder = parsed.out or default_folder(experiment.config)
-    with progress(experiment.setup.total_rounds, 0, Console(stderr=True)) as watch:
+    with says_how_to_go_on("run", folder), progress(experiment.setup.total_rounds, 0, Console(stderr=True)) as watch:
         outcome = start(experiment, folder, watch)
     return _conclude(outcome)
 
@@ -69,17 +81,16 @@ def _resume(folder: Path) -> int:
     from fedcpsl.runs.folder import read_run_config
 
     work = read_run_config(folder).work
-    with progress(work.rounds + work.personal_rounds, 0, Console(stderr=True)) as watch:
+    rounds = work.rounds + work.personal_rounds
+    with says_how_to_go_on("run", folder), progress(rounds, 0, Console(stderr=True)) as watch:
         outcome = resume(folder, watch)
     return _conclude(outcome)
 
 
 def _conclude(outcome: Any) -> int:
     if not outcome.finished:
-        print(
-            f"fedcpsl: stopped after round {outcome.round}; go on with: fedcpsl run --resume {outcome.folder}",
-            file=sys.stderr,
-        )
+        on = way_on("run", outcome.folder, place()[1])
+        print(f"fedcpsl: stopped after round {outcome.round}; go on with: {on}", file=sys.stderr)
         return 130
     from fedcpsl.report.page import write_report
 
@@ -93,12 +104,12 @@ def _dry_run(experiment: Any) -> int:
     from rich.console import Console
 
     from fedcpsl.config import to_toml
-    from fedcpsl.report.split import split_table
+    from fedcpsl.report.split import in_memory, split_table
     from fedcpsl.report.terminal import planned_steps
 
     console = Console()
     print(to_toml(experiment.config))
-    console.print(split_table(experiment.federation))
+    console.print(split_table(in_memory(experiment.federation, console)))
     steps, most = planned_steps(experiment)
     setup = experiment.setup
     print(

@@ -94,6 +94,11 @@ class Federation:
     def devices(self) -> int:
         return len(self.names)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one input."""
+        return self.x.shape[1:]
+
     @cached_property
     def order(self) -> NDArray[np.int64]:
         """Samples sorted by device, then role: each device's samples of one role in one piece."""

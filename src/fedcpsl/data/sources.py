@@ -8,19 +8,23 @@ from fedcpsl import config
 from fedcpsl.data.archive import read_archive
 from fedcpsl.data.federation import Federation, Source, array_source, federate
 from fedcpsl.data.named import NAMED
+from fedcpsl.data.ondemand import OnDemand
 from fedcpsl.data.partition import by_classes, by_dirichlet, by_quantity, by_shards, iid
 from fedcpsl.data.roles import Shares
 from fedcpsl.data.split import reuse_split
+from fedcpsl.data.synthetic import synthetic
 from fedcpsl.data.tables import TABLE_FILES, Columns, read_table
 from fedcpsl.errors import InputError, did_you_mean
 
-DATASETS = (*NAMED, "own")
+DATASETS = (*NAMED, "synthetic", "own")
 WHO = "who holds which row? Say it with --device-column COLUMN, or share rows out with --partition iid --devices N"
 
 
-def load_federation(data: config.Data, seed: int, source: Source | None = None) -> Federation:
+def load_federation(data: config.Data, seed: int, source: Source | None = None) -> Federation | OnDemand:
     """The federation that the settings describe; `source` where its samples are read already."""
     data = resolve(data)
+    if data.dataset == "synthetic":
+        return synthetic(data, seed)
     source = source or load_source(data)
     normalise = data.normalise == "standard"
     if data.split:
@@ -39,7 +43,7 @@ def resolve(data: config.Data) -> config.Data:
         raise InputError(f"data.dataset = {dataset!r}: no such data set; {did_you_mean(dataset, DATASETS)}")
     if dataset == "own" and not data.file:
         raise InputError('data.dataset = "own": give your file too, with --data FILE')
-    has_devices = dataset == "own" or NAMED[dataset].has_devices
+    has_devices = dataset in ("own", "synthetic") or NAMED[dataset].has_devices
     partition = ("natural" if has_devices else "classes") if data.partition == config.AUTO else data.partition
     if partition == "natural" and not has_devices:
         raise InputError(f'data.partition = "natural": {dataset} has no devices of its own; give "classes" or another')
@@ -48,7 +52,11 @@ def resolve(data: config.Data) -> config.Data:
     labelled = (1.0 if dataset == "own" else 0.1) if data.labelled == config.AUTO else data.labelled
     if isinstance(labelled, list) and data.labelled_by == "overall":
         raise InputError('data.labelled_by = "overall": takes one share for all; give data.labelled as one number')
-    normalise = "standard" if data.normalise == config.AUTO else data.normalise
+    normalise = data.normalise
+    if normalise == config.AUTO:
+        normalise = "none" if dataset == "synthetic" else "standard"
+    if normalise != "none" and dataset == "synthetic":
+        raise InputError(f"data.normalise = {normalise!r}: synthetic inputs are normalised as they are; give none")
     return replace(data, dataset=dataset, partition=partition, labelled=labelled, normalise=normalise)
 
 

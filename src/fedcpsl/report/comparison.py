@@ -18,7 +18,7 @@ from fedcpsl.report.page import html_page, inline_svg
 from fedcpsl.report.plots import curves_of_cases, heat_maps
 from fedcpsl.report.terminal import percent, size
 from fedcpsl.runs.comparison import Announce, Planned, read_plan, run_folder, summarise
-from fedcpsl.runs.experiment import Watch
+from fedcpsl.runs.diary import Watch
 from fedcpsl.runs.files import to_json, write_whole
 from fedcpsl.runs.folder import read_metrics
 

@@ -1,14 +1,25 @@
 """A split in the terminal: who holds how many samples of which class, labelled or not."""
 
 import numpy as np
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from fedcpsl.data.federation import Federation
+from fedcpsl.data.ondemand import OnDemand
 from fedcpsl.data.roles import LABELLED, ROLES, UNLABELLED, VALIDATION
 
 MOST_DEVICES, MOST_CLASSES = 30, 40
 SHADES = " ░▒▓█"
+
+
+def in_memory(federation: Federation | OnDemand, console: Console) -> Federation:
+    """The federation, or as many of its devices as are shown where their samples are made on demand."""
+    if isinstance(federation, Federation):
+        return federation
+    shown = min(MOST_DEVICES, federation.devices)
+    console.print(f"{federation.devices:,} devices, whose samples are made on demand; the first {shown}:")
+    return federation.held(range(shown))
 
 
 def split_table(federation: Federation) -> Table:

@@ -15,7 +15,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from fedcpsl.runs.experiment import Experiment, Watch
+from fedcpsl.runs.diary import Watch
+from fedcpsl.runs.experiment import Experiment
 from fedcpsl.schedule import draw_active, draw_steps
 
 MODELS = ("personal", "global", "localized")
@@ -89,8 +90,8 @@ def planned_steps(experiment: Experiment) -> tuple[int, int]:
     setup = experiment.setup
 
     def devices(r: int) -> list[int]:
-        roster = setup.roster(r).tolist()
-        return draw_active(setup.seed, r, roster, setup.work.active) if r < setup.rounds else roster
+        roster = setup.roster(r)
+        return draw_active(setup.seed, r, roster, setup.work.active) if r < setup.rounds else roster.tolist()
 
     steps = [
         draw_steps(setup.seed, r, device, setup.sizes, setup.work, setup.method.parts.unlabelled)

@@ -1,8 +1,11 @@
 """A simulation's state as one safetensors file, with a checksum of its content."""
 
 import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import sha256
+from math import prod
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +14,37 @@ from fedcpsl.algorithm import Device, Server
 from fedcpsl.errors import RunError
 from fedcpsl.runs.files import write_whole
 from fedcpsl.simulation import Setup, State
+from fedcpsl.simulation.store import Sparse, put_rows, sparse_states
 
 KEPT = 2  # checkpoints at a time
+AT_ONCE = 1 << 22  # bytes of rows that are brought together at a time, and of states on disk before they are let go
+TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class Rows(NamedTuple):
+    """Some rows of a tensor, saved as if they were one; brought together a few at a time."""
+
+    tensor: Tensor
+    which: Tensor  # at the tensor's side
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.which), *self.tensor.shape[1:]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -30,7 +62,8 @@ def save_checkpoint(folder: Path, state: State) -> None:
         "downlink_bytes": state.downlink_bytes,
         "lost": state.lost,
     }
-    save_tensors(folder / "checkpoints" / f"round-{state.round:07d}.safetensors", _tensors(state), numbers)
+    path = folder / "checkpoints" / f"round-{state.round:07d}.safetensors"
+    save_tensors(path, _tensors(state), numbers, state.sparse)
     for old in checkpoints(folder)[:-KEPT]:
         old.unlink()
 
@@ -38,15 +71,19 @@ def save_checkpoint(folder: Path, state: State) -> None:
 def load_checkpoint(path: Path, setup: Setup) -> State:
     """The state that `save_checkpoint` wrote, on the setup's device."""
     tensors, numbers = load_tensors(path)
-    device = setup.shelf.where
+    where = setup.shelf.where
     try:
-        on_device = {k: t.to(device) for k, t in tensors.items()}
+        devices, sparse = _devices(tensors, setup)
+        on_demand = setup.supply is not None
+        if on_demand:
+            setup.shelf.hidden.zero_()  # nobody's samples are there
         return State(
             setup=setup,
             round=numbers["round"],
-            server=Server(on_device["server.theta"], on_device["server.c"]),
-            devices=Device(on_device["devices.theta_lc"], on_device["devices.c"]),
-            targets=on_device["targets"],
+            server=Server(tensors["server.theta"].to(where), tensors["server.c"].to(where)),
+            devices=devices,
+            targets=setup.shelf.one_hot.clone() if on_demand else tensors["targets"].to(where),
+            sparse=sparse,
             active_rounds=tensors["active_rounds"].numpy(),
             steps=numbers["steps"],
             uplink_bytes=numbers["uplink_bytes"],
@@ -58,13 +95,43 @@ def load_checkpoint(path: Path, setup: Setup) -> State:
         raise RunError(f"{path}: not a checkpoint of this version: {error} is missing") from error
 
 
-def save_tensors(path: Path, tensors: dict[str, Tensor], numbers: dict[str, int]) -> None:
-    """Tensors and a few numbers as one safetensors file, with a checksum."""
-    from safetensors.torch import save
+def _devices(tensors: Mapping[str, Tensor], setup: Setup) -> tuple[Device, Sparse | None]:
+    """The device states of a checkpoint, where they live."""
+    rows = Device(tensors["devices.theta_lc"], tensors["devices.c"])
+    where = setup.shelf.where
+    if not setup.sparse:
+        return Device(*(t.to(where) for t in rows)), None
+    joined = {int(name.split(".")[1]) for name in tensors if name.startswith("start.")}
+    starts = {r: Device(*(tensors[f"start.{r}.{f}"].to(where) for f in Device._fields)) for r in joined}
+    devices, sparse = sparse_states(starts[0], setup.devices, setup.nu_shape, setup.store, setup.store_folder)
+    index = tensors["there"]
+    for kept, behind, had in zip((*devices, sparse.nu), sparse.maps, (*rows, tensors["nu"]), strict=True):
+        put_rows(kept, behind, index.tolist(), had)
+    sparse.there[index.numpy()] = True
+    return devices, sparse._replace(starts=starts)
 
-    tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    about = {"numbers": numbers, "sha256": _digest(tensors, numbers)}
-    write_whole(path, save(tensors, metadata={"fedcpsl": json.dumps(about)}))  # one key: several have no fixed order
+
+def save_tensors(
+    path: Path, tensors: Mapping[str, Tensor | Rows], numbers: dict[str, int], sparse: Sparse | None = None
+) -> None:
+    """Tensors and a few numbers as one safetensors file, with a checksum; `sparse` where they are of states on disk."""
+    release = sparse.release if sparse else lambda: None
+    placed, end = {}, 0
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # so that each is aligned
+    for name in names:
+        t = tensors[name]
+        begin, end = end, end + prod(t.shape) * t.dtype.itemsize
+        placed[name] = {"dtype": TYPES[t.dtype], "shape": list(t.shape), "data_offsets": [begin, end]}
+    about = {"numbers": numbers, "sha256": _digest(tensors, numbers, release)}
+    header = json.dumps({"__metadata__": {"fedcpsl": json.dumps(about)}} | placed).encode()
+    header += b" " * (-len(header) % 8)
+
+    def content() -> Iterator[Any]:
+        yield len(header).to_bytes(8, "little") + header
+        for name in names:
+            yield from _pieces(tensors[name])
+
+    write_whole(path, _released(content(), release))
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
@@ -89,22 +156,56 @@ def _way_out(path: Path) -> str:
     return f"move it away to resume from {max(others)}" if others else "move it away to start over"
 
 
-def _tensors(state: State) -> dict[str, Tensor]:
-    return {
+def _tensors(state: State) -> dict[str, Tensor | Rows]:
+    """What a checkpoint holds: of states that are sparse, the rows that are there."""
+    sparse, kept = state.sparse, {f"devices.{name}": t for name, t in state.devices._asdict().items()}
+    always = {
         "server.theta": state.server.theta,
         "server.c": state.server.c,
-        "devices.theta_lc": state.devices.theta_lc,
-        "devices.c": state.devices.c,
-        "targets": state.targets,
         "active_rounds": torch.from_numpy(state.active_rounds),
     }
+    labels = {} if state.setup.supply is not None else {"targets": state.targets}
+    if sparse is None:
+        return always | labels | kept
+    index = torch.from_numpy(sparse.there.nonzero()[0])
+    rows = {name: Rows(t, index.to(t.device)) for name, t in (kept | {"nu": sparse.nu}).items()}
+    starts = {f"start.{r}.{name}": t for r, one in sparse.starts.items() for name, t in one._asdict().items()}
+    return always | labels | rows | starts | {"there": index}
 
 
-def _digest(tensors: dict[str, Tensor], numbers: dict[str, int]) -> str:
-    h = sha256(json.dumps(numbers).encode())
-    for name in sorted(tensors):
-        tensor = tensors[name].contiguous()
-        h.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
-        if tensor.numel():
-            h.update(tensor.flatten().view(torch.uint8).numpy().data)
+def _pieces(tensor: Tensor | Rows) -> Iterator[Any]:
+    """A tensor's bytes, a piece at a time."""
+    if not prod(tensor.shape):
+        return
+    if isinstance(tensor, Rows):
+        step = max(1, AT_ONCE * len(tensor.which) // (prod(tensor.shape) * tensor.dtype.itemsize))
+        for some in tensor.which.split(step):
+            yield from _pieces(tensor.tensor.index_select(0, some))
+    else:
+        yield tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def _released(pieces: Iterable[Any], release: Callable[[], None]) -> Iterator[Any]:
+    """The pieces; memory of states on disk is given up now and then on the way."""
+    read = 0
+    for piece in pieces:
+        yield piece
+        read += len(piece)
+        if read >= AT_ONCE:
+            release()
+            read = 0
+
+
+def _digest(
+    tensors: Mapping[str, Tensor | Rows], numbers: dict[str, int], release: Callable[[], None] = lambda: None
+) -> str:
+    def content() -> Iterator[Any]:
+        yield json.dumps(numbers).encode()
+        for name in sorted(tensors):
+            yield f"{name}{tensors[name].dtype}{list(tensors[name].shape)}".encode()
+            yield from _pieces(tensors[name])
+
+    h = sha256()
+    for piece in _released(content(), release):
+        h.update(piece)
     return h.hexdigest()

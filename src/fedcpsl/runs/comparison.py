@@ -16,7 +16,8 @@ from fedcpsl.config import Config, read_config, setting, to_toml, with_settings
 from fedcpsl.data.federation import Source
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.runs import folder as files
-from fedcpsl.runs.experiment import Member, Watch, build, load_data, resume_together, start_together, with_whole_paths
+from fedcpsl.runs.diary import Watch
+from fedcpsl.runs.experiment import Member, build, load_data, resume_together, start_together, with_whole_paths
 from fedcpsl.runs.files import to_json, write_whole
 from fedcpsl.settings import AUTO
 from fedcpsl.simulation.memory import runs_that_fit

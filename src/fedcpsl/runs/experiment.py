@@ -7,36 +7,41 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from math import isfinite
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from fedcpsl.config import Config, Data
 from fedcpsl.data.federation import Federation, Source
+from fedcpsl.data.ondemand import OnDemand
 from fedcpsl.data.scaling import Scaling
 from fedcpsl.data.sources import data_folders, load_federation, load_source, resolve
 from fedcpsl.errors import InputError, RunError
-from fedcpsl.evaluation import Evaluation, evaluate, evaluate_together
+from fedcpsl.evaluation import Evaluation, evaluate
 from fedcpsl.models import choose_model, make_model
 from fedcpsl.runs import folder as files
 from fedcpsl.runs.checkpoint import checkpoints, load_checkpoint, save_checkpoint, save_tensors
+from fedcpsl.runs.diary import Diary, Watch
 from fedcpsl.runs.files import write_whole
+from fedcpsl.runs.leader import begin, go_on
 from fedcpsl.runs.manifest import environment, make_manifest, now
 from fedcpsl.schedule import stream
 from fedcpsl.simulation import Setup, State, prepare, simulate_together
 from fedcpsl.simulation.memory import slots_that_fit
+from fedcpsl.simulation.ranks import world
+from fedcpsl.simulation.rounds import settle
 from fedcpsl.simulation.setup import choose_eta, choose_eta_lc
-from fedcpsl.theory import gap
+from fedcpsl.simulation.stock import choose_tested_count
 
 
 class Experiment(NamedTuple):
     """A config with everything decided, its data and what simulates it."""
 
     config: Config
-    federation: Federation
+    federation: Federation | OnDemand
     setup: Setup
 
 
@@ -48,12 +53,9 @@ class Outcome(NamedTuple):
     finished: bool
 
 
-Watch = Callable[[int, dict[str, Any] | None], None]  # told the round, and its metrics where evaluated
-
-
-def load_data(data: Data) -> Source:
-    """The samples that a config's runs share."""
-    return load_source(with_whole_paths(resolve(data)))
+def load_data(data: Data) -> Source | None:
+    """The samples that a config's runs share; None where each makes its own."""
+    return None if data.dataset == "synthetic" else load_source(with_whole_paths(resolve(data)))
 
 
 def build(config: Config, source: Source | None = None, beside: Experiment | None = None) -> Experiment:
@@ -66,10 +68,9 @@ def build(config: Config, source: Source | None = None, beside: Experiment | Non
     eta = choose_eta(config.algorithm.eta, config.data.dataset, config.work.unit)
     config = replace(config, algorithm=replace(config.algorithm, eta=eta))
     torch.manual_seed(int(stream(config.run.seed, "init").integers(2**63)))
-    shape = federation.x.shape[1:]
-    name = choose_model(config.model.name, shape, config.data.dataset)
+    name = choose_model(config.model.name, federation.shape, config.data.dataset)
     config = replace(config, model=replace(config.model, name=name))
-    model = make_model(name, config.model.hidden, shape, federation.classes)
+    model = make_model(name, config.model.hidden, federation.shape, federation.classes)
     setup = prepare(
         federation, model, config.algorithm, config.work, config.run, beside=beside.setup if beside else None
     )
@@ -77,8 +78,18 @@ def build(config: Config, source: Source | None = None, beside: Experiment | Non
     parts = {name: getattr(setup.kept_method.parts, name) for name in switches}
     if config.run.gaps and setup.method.parts.alone:
         raise InputError(f"run.gaps = true: {config.algorithm.name} has no server whose gap to measure; give false")
+    if config.run.gaps and setup.supply is not None:
+        raise InputError("run.gaps = true: gaps need the samples of all devices at a time; give false for these")
     algorithm = replace(config.algorithm, eta_lc=choose_eta_lc(config.algorithm, eta), **parts)
-    run = replace(config.run, executor=setup.executor, processes=setup.processes, device=str(setup.shelf.where))
+    where = setup.shelf.where.type if world()[1] > 1 else str(setup.shelf.where)  # ranks choose their own GPUs
+    run = replace(
+        config.run,
+        executor=setup.executor,
+        processes=setup.processes,
+        store=setup.store,
+        device=where,
+        evaluate_devices=choose_tested_count(config.run.evaluate_devices, federation),
+    )
     work = replace(config.work, active=setup.work.active)
     return Experiment(replace(config, algorithm=algorithm, run=run, work=work), federation, setup)
 
@@ -104,6 +115,7 @@ def start_together(members: Sequence[Member]) -> list[Outcome]:
         manifest = make_manifest(member.experiment.setup, member.experiment.federation, company)
         files.create(member.folder, member.experiment.config, manifest)
     with _all_locked(members):
+        begin(members[0].folder, _known(members), [])
         return _run(members, None)
 
 
@@ -115,7 +127,8 @@ def _laid_out(members: Sequence[Member]) -> list[Member]:
     for member in members:
         config, federation, setup = member.experiment
         config = replace(config, run=replace(config.run, slots=slots))
-        laid_out.append(member._replace(experiment=Experiment(config, federation, setup._replace(slots=slots))))
+        setup = setup._replace(slots=slots, store_folder=member.folder)
+        laid_out.append(member._replace(experiment=Experiment(config, federation, setup)))
     return laid_out
 
 
@@ -135,10 +148,12 @@ def resume_together(folders: Sequence[Path], watches: Sequence[Watch], source: S
     members: list[Member] = []
     for folder, watch in zip(folders, watches, strict=True):
         config, manifest = files.read_run_config(folder), files.read_manifest(folder)
+        files.check_ranks(folder, manifest, world()[1])
         torch.set_num_threads(manifest["layout"]["threads"])
         experiment = build(config, source, members[0].experiment if members else None)
         if experiment.federation.digest != manifest["split_sha256"]:
             raise InputError(f"{folder}: the data has changed since the run began; put the old data back")
+        experiment = experiment._replace(setup=experiment.setup._replace(store_folder=folder))
         members.append(Member(experiment, folder, watch))
     with _all_locked(members):
         for member in members:
@@ -147,13 +162,18 @@ def resume_together(folders: Sequence[Path], watches: Sequence[Watch], source: S
             files.write_manifest(member.folder, manifest | {"resumed": [*manifest.get("resumed", []), again]})
         found = [{path.name: path for path in checkpoints(member.folder)} for member in members]
         common = sorted(set.intersection(*(set(paths) for paths in found)))
-        states = None
+        states, newest = None, [paths[common[-1]] for paths in found] if common else []
         if common:
-            pairs = zip(members, found, strict=True)
-            states = [load_checkpoint(paths[common[-1]], member.experiment.setup) for member, paths in pairs]
+            states = [load_checkpoint(p, member.experiment.setup) for p, member in zip(newest, members, strict=True)]
         for member in members:
             files.keep_metrics_until(member.folder, states[0].round if states else -1)
+        begin(members[0].folder, _known(members), newest)
         return _run(members, states)
+
+
+def _known(members: Sequence[Member]) -> list[tuple[Config, str]]:
+    """What other ranks must know of the members."""
+    return [(member.experiment.config, member.experiment.federation.digest) for member in members]
 
 
 @contextmanager
@@ -166,38 +186,28 @@ def _all_locked(members: Sequence[Member]) -> Iterator[None]:
 
 def _run(members: Sequence[Member], from_states: Sequence[State] | None) -> list[Outcome]:
     """Simulate, evaluate and write, until the end or until asked to stop. All members have the same rounds."""
-    states = from_states
     setups, config = [member.experiment.setup for member in members], members[0].experiment.config
-    spent = [(files.read_metrics(member.folder) or [{}])[-1].get("seconds", 0.0) for member in members]
-    began = saved = time.monotonic()
-    evaluations: list[Evaluation | None] = [None] * len(members)
+    diary = Diary([member.folder for member in members], [member.watch for member in members], config.run.gaps)
+    states, saved = from_states, time.monotonic()
     with _stop_requests() as stop_requested:
         for states in _simulated(members, setups, from_states):
             round = states[0].round
             last = round == setups[0].total_rounds
-            due = round % config.run.evaluate_every == 0 or last
-            if due:
-                earlier = [e.predictions if e else None for e in evaluations]
-                evaluations = list(evaluate_together(states, earlier))
-            for i, (member, state, evaluation) in enumerate(zip(members, states, evaluations, strict=True)):
-                metrics = None
-                if due and evaluation:
-                    _stop_if_lost(evaluation, round)
-                    gaps = gap(state)._asdict() if config.run.gaps else None
-                    seconds = spent[i] + (time.monotonic() - began) / len(members)  # its share of everybody's time
-                    metrics = evaluation.metrics(state) | {"gaps": gaps, "seconds": seconds}
-                    files.append_metrics(member.folder, metrics)
-                member.watch(round, metrics)
+            diary.note(states, evaluated=round % config.run.evaluate_every == 0 or last)
             stopping = stop_requested()
             if last or stopping or time.monotonic() - saved >= config.run.checkpoint_seconds:
+                diary.write_down()
+                settle(states)
                 for member, state in zip(members, states, strict=True):
                     save_checkpoint(member.folder, state)
                 saved = time.monotonic()
+            go_on(not stopping or last)
             if stopping and not last:
                 return [Outcome(member.folder, round, finished=False) for member in members]
     assert states is not None
+    evaluations = diary.latest or [evaluate(state) for state in states]
     for member, state, evaluation in zip(members, states, evaluations, strict=True):
-        _write_results(member.folder, state, evaluation or evaluate(state), member.experiment.federation.scaling)
+        _write_results(member.folder, state, evaluation, member.experiment.federation.scaling)
     return [Outcome(member.folder, state.round, finished=True) for member, state in zip(members, states, strict=True)]
 
 
@@ -213,27 +223,20 @@ def _simulated(
         raise
 
 
-def _stop_if_lost(evaluation: Evaluation, round: int) -> None:
-    """Weights can grow absurd and still be numbers; then no prediction is one."""
-    lost = [name for name, value in evaluation.losses.items() if value is not None and not isfinite(value)]
-    if lost:
-        raise RunError(
-            f"the loss {lost[0]} is no longer a finite number after round {round}; use a smaller algorithm.eta"
-        )
-
-
 def _write_results(folder: Path, state: State, evaluation: Evaluation, scaling: Scaling | None) -> None:
     """Final models and the table of devices."""
     network = state.setup.method.network
     alone = state.setup.method.parts.alone
     models = {} if alone else {f"global/{name}": t for name, t in network.named(state.server.theta).items()}
     if state.setup.kept_method.parts.personal:
-        for i, theta_lc in enumerate(state.devices.theta_lc):
-            models |= {f"device{i}/localized/{name}": t for name, t in network.named(theta_lc).items()}
+        for i in range(state.setup.devices) if state.sparse is None else np.flatnonzero(state.sparse.there).tolist():
+            named = network.named(state.devices.theta_lc[i])
+            models |= {f"device{i}/localized/{name}": t for name, t in named.items()}
         models["beta"] = state.setup.hyper.beta
     if scaling:
         models |= {"input/shift": torch.from_numpy(scaling.shift), "input/scale": torch.from_numpy(scaling.scale)}
-    save_tensors(folder / "models.safetensors", models, {"round": state.round, "devices": state.setup.devices})
+    numbers = {"round": state.round, "devices": state.setup.devices}
+    save_tensors(folder / "models.safetensors", models, numbers, state.sparse)
     write_whole(folder / "devices.csv", _device_table(state, evaluation))
 
 
@@ -242,17 +245,20 @@ def _device_table(state: State, evaluation: Evaluation) -> str:
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(["device", "name", "labelled", "unlabelled", "active_rounds", "personal", "global", "localized"])
-    for i, name in enumerate(setup.names):
-        shown = (evaluation.personal, evaluation.general, evaluation.localized)
+    shown = (evaluation.personal, evaluation.general, evaluation.localized)
+    listed: Sequence[int] = range(setup.devices)
+    if state.sparse is not None:
+        listed = sorted({*np.flatnonzero(state.sparse.there).tolist(), *evaluation.personal.devices})
+    for i in listed:
         accuracies = [a.devices.get(i, "") if a else "" for a in shown]
         sizes = (setup.sizes.labelled[i], setup.sizes.unlabelled[i])
-        table.writerow([i, name, *sizes, state.active_rounds[i], *accuracies])
+        table.writerow([i, setup.names[i], *sizes, state.active_rounds[i], *accuracies])
     return text.getvalue()
 
 
 def with_whole_paths(data: Data) -> Data:
     """The settings with paths that mean the same from any folder, and the folder that the environment names."""
-    folders = [] if data.file or data.dataset == "digits" else data_folders(data.dir)
+    folders = [] if data.file or data.dataset in ("digits", "synthetic") else data_folders(data.dir)
     return replace(
         data,
         file=str(Path(data.file).absolute()) if data.file else "",
@@ -276,5 +282,6 @@ def _stop_requests() -> Iterator[Callable[[], bool]]:
     try:
         yield lambda: asked
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if world()[1] == 1:  # torchrun asks all others to stop when one rank is gone: say what happened before ending
+            for number, handler in before.items():
+                signal.signal(number, handler)

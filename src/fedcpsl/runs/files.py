@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,17 @@ from typing import Any
 from fedcpsl.errors import RunError
 
 
-def write_whole(path: Path, content: bytes | str) -> None:
-    """Replace `path` in one step: after a crash it holds the old content or the new, never a part."""
+def write_whole(path: Path, content: bytes | str | Iterable[Any]) -> None:
+    """Replace `path` in one step: after a crash it holds the old content or the new, never a part.
+
+    The content may come in pieces of bytes, so that no more than a piece is in memory.
+    """
     raw = content.encode() if isinstance(content, str) else content
+    pieces: Iterable[Any] = [raw] if isinstance(raw, bytes) else raw
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as file:
-            file.write(raw)
+            file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

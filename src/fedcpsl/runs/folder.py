@@ -12,6 +12,7 @@ from typing import Any
 from fedcpsl.config import Config, read_config, to_toml, with_settings
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.runs.files import append_line, to_json, write_whole
+from fedcpsl.torchrun import way_on
 
 Metrics = dict[str, Any]
 
@@ -64,6 +65,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"{folder / 'manifest.json'}: cannot be read ({error}); is this a run's folder?") from error
     return manifest
+
+
+def check_ranks(folder: Path, manifest: dict[str, Any], ranks: int) -> None:
+    """A run goes on with as many ranks as it was begun with, so that it ends with the same bits."""
+    begun = manifest["layout"].get("ranks", 1)
+    if begun != ranks:
+        command, whole = ("run", folder) if len(company_of(folder)) == 1 else ("compare", folder.parent.parent)
+        raise InputError(
+            f"{folder}: was begun with {begun} rank{'s' * (begun > 1)}, not {ranks}; go on with: "
+            f"{way_on(command, whole, begun)}"
+        )
 
 
 def company_of(folder: Path) -> list[str]:

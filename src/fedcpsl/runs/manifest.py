@@ -14,10 +14,12 @@ import torch
 
 import fedcpsl
 from fedcpsl.data.federation import Federation
+from fedcpsl.data.ondemand import OnDemand
 from fedcpsl.simulation import Setup
+from fedcpsl.simulation.ranks import world
 
 
-def make_manifest(setup: Setup, federation: Federation, company: Sequence[str]) -> dict[str, Any]:
+def make_manifest(setup: Setup, federation: Federation | OnDemand, company: Sequence[str]) -> dict[str, Any]:
     """Everything that a reader needs to trust or repeat the run; `company` are the runs that go together."""
     return {
         "fedcpsl": fedcpsl.__version__,
@@ -33,6 +35,8 @@ def make_manifest(setup: Setup, federation: Federation, company: Sequence[str]) 
             "executor": setup.executor,
             "slots": setup.slots,
             "processes": setup.processes,
+            "store": setup.store,
+            "ranks": world()[1],
             "threads": torch.get_num_threads(),
             "company": list(company),
         },

@@ -145,14 +145,13 @@ def _fill(stage: Stage, hyper: Hyper, local: Local, feed: Feed) -> None:
 
 def _capture(program: Program, stage: Stage, width: int, steps: int, memory: Any) -> Any:
     """Some steps of the first `width` slots as a graph; it leaves the stage in disorder."""
-    ahead = torch.arange(steps, device=stage.step.device)
-
     def take_steps() -> None:
         # new objects, so that whatever depends on them is computed inside the graph and not remembered from before
         hyper: Hyper = map_tensors(lambda t: t[:width], stage.hyper)
         local: Local = map_tensors(lambda t: t[:width], stage.local)
         costs = local.costs
-        for samples in _samples(program.ground, stage.feed.of_slots(slice(0, width)), stage.step + ahead):
+        ahead = stage.step + torch.arange(steps, device=stage.step.device)
+        for samples in _samples(program.ground, stage.feed.of_slots(slice(0, width)), ahead):
             local = program.algorithm.step(program.method, hyper, local, samples)
         costs.copy_(local.costs)
         stage.step.add_(steps)

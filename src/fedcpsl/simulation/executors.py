@@ -5,7 +5,7 @@ same shapes: everything that may differ between them (seed, step sizes, weights,
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from fedcpsl.simulation.feed import Feed, feed_of, minibatches
 from fedcpsl.simulation.labels import renew_labels
 from fedcpsl.simulation.setup import Setup
 from fedcpsl.simulation.slots import Ask, Ground, Slot, hyper_of, states_of
+from fedcpsl.simulation.transfer import sent
 
 
 class Program(NamedTuple):
@@ -36,6 +37,7 @@ class Finished(NamedTuple):
     device: Device
     upload: Upload
     costs: Tensor  # [devices, 1 or 2]: mean f_i and F_i over the steps
+    fine: Tensor  # [devices]: whether all of it is finite
 
 
 LocalSteps = Callable[[Program, Hyper, Local, Feed, Sequence[int]], Local]
@@ -82,10 +84,11 @@ def _program_key(setup: Setup, task: DeviceRound) -> tuple[Any, ...]:
 
 
 def _method_for_all(slots: Sequence[Slot]) -> Method:
-    """The first one's method, with control variates if any has them: those of the others are zero."""
+    """The first one's method, with control variates and momentum if any has them: those of the others are zero."""
     method = slots[0].ask.setup.method_of(slots[0].task)
-    controlled = any(slot.ask.setup.method.parts.control_variates for slot in slots)
-    return method._replace(parts=method.parts._replace(control_variates=controlled))
+    parts = [slot.ask.setup.method.parts for slot in slots]
+    some = {name: any(getattr(each, name) for each in parts) for name in ("control_variates", "momentum")}
+    return method._replace(parts=method.parts._replace(**some))
 
 
 def _even_pieces(count: int, most: int) -> Iterator[slice]:
@@ -98,16 +101,17 @@ def _even_pieces(count: int, most: int) -> Iterator[slice]:
 def _one(program: Program, slot: Slot) -> Finished:
     task, algorithm, method = slot.task, program.algorithm, program.method
     hyper: Hyper = map_tensors(lambda t: t[0], hyper_of([slot]))
-    device: Device = map_tensors(lambda t: t[task.device].clone(), slot.ask.devices)
+    device: Device = map_tensors(lambda t: t[task.device].to(hyper.eta.device, copy=True), slot.ask.devices)
     broadcast = slot.ask.broadcast
     feed = feed_of([slot], program.ground).of_slots(0)
     local = algorithm.begin(method, hyper, broadcast, device)
     for samples in minibatches(program.ground, feed, range(task.steps)):
         local = algorithm.step(method, hyper, local, samples)
-    steps = torch.tensor(task.steps, device=feed.rows.device)
+    steps = sent(task.steps, feed.rows.device)
     device, upload = algorithm.finish(method, hyper, broadcast, device, local, steps)
     device, upload = (map_tensors(lambda t: t[None], state) for state in (device, upload))
-    return Finished(slot.run, [task], device, upload, local.costs[None] / task.steps)
+    costs = local.costs[None] / task.steps
+    return Finished(slot.run, [task], device, upload, costs, all_finite(device, upload, costs))
 
 
 def _side_by_side(program: Program, group: Sequence[Slot], take_steps: LocalSteps) -> Iterator[Finished]:
@@ -119,19 +123,29 @@ def _side_by_side(program: Program, group: Sequence[Slot], take_steps: LocalStep
     local = algorithm.begin(method, hyper, broadcast, device)
     counts = [slot.task.steps for slot in longest_first]
     local = take_steps(program, hyper, local, feed, counts)
-    steps = torch.tensor(counts, device=feed.rows.device)
+    steps = sent(counts, feed.rows.device)
     device, upload = algorithm.finish(method, hyper, broadcast, device, local, steps)
-    costs = local.costs / steps[:, None]
     position = {(slot.run, slot.task.device): i for i, slot in enumerate(longest_first)}
-    for run in dict.fromkeys(slot.run for slot in group):
-        own = [slot for slot in group if slot.run == run]
-        back = torch.tensor([position[run, slot.task.device] for slot in own], device=feed.rows.device)
-        kept: Device = map_tensors(lambda t, i=back: t[i], device)
-        kept = Device(
-            *(new if had.numel() else had[: len(own)] for new, had in zip(kept, own[0].ask.devices, strict=True))
-        )
-        sent: Upload = map_tensors(lambda t, i=back: t[i], upload)
-        yield Finished(run, [slot.task for slot in own], kept, sent, costs[back])
+    costs = local.costs / steps[:, None]
+    order = [position[slot.run, slot.task.device] for slot in group]
+    if order != sorted(order):
+        back = sent(order, feed.rows.device)
+        device, upload, costs = map_tensors(lambda t: t[back], (device, upload, costs))
+    fine = all_finite(device, upload, costs)
+    for run, slots in groupby(range(len(group)), key=lambda i: group[i].run):
+        first, *_, last = *(own := list(slots)), own[-1]
+        mine = slice(first, last + 1)
+        kept: Device = map_tensors(lambda t, i=mine: t[i], device)
+        had = group[first].ask.devices
+        kept = Device(*(new if old.numel() else new[:, :0] for new, old in zip(kept, had, strict=True)))
+        uploads: Upload = map_tensors(lambda t, i=mine: t[i], upload)
+        yield Finished(run, [slot.task for slot in group[mine]], kept, uploads, costs[mine], fine[mine])
+
+
+def all_finite(device: Device, upload: Upload, costs: Tensor) -> Tensor:
+    """Whether every number of each device is finite, [devices]; the largest tells, in one pass."""
+    parts = [part for part in (costs, upload.delta, device.theta_lc) if part.numel()]
+    return torch.stack([torch.linalg.vector_norm(part, torch.inf, -1).isfinite() for part in parts]).all(0)
 
 
 def steps_one_by_one(program: Program, hyper: Hyper, local: Local, feed: Feed, counts: Sequence[int]) -> Local:

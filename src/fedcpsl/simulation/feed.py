@@ -1,7 +1,7 @@
 """The minibatches of a round: drawn row numbers in, samples out."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from fedcpsl.problem import Samples
 from fedcpsl.simulation.shelf import normalise
 from fedcpsl.simulation.slots import Ground, Slot
+from fedcpsl.simulation.transfer import sent
 
 ROWS_AT_ONCE = 4096
 
@@ -72,17 +73,14 @@ def feed_of(slots: Sequence[Slot], ground: Ground) -> Feed:
         if keys is not None and task.keys is not None:
             keys[: task.steps, i] = task.keys
 
-    def on_device(array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(where)
-
-    drawn_rows, labelled = on_device(rows), on_device(weights).to(dtype)
+    drawn_rows, labelled = sent(rows, where), sent(weights, where).to(dtype)
     shift, scale = scaling_of(slots)
     feed = Feed(
         drawn_rows,
         ground.source.index_select(0, drawn_rows.flatten()).view(drawn_rows.shape),
         labelled[0],
         labelled[1],
-        None if keys is None else on_device(keys),
+        None if keys is None else sent(keys, where),
         shift,
         scale,
     )
@@ -90,7 +88,7 @@ def feed_of(slots: Sequence[Slot], ground: Ground) -> Feed:
         return feed
     partner, first = _partners(slots)
     starts = np.array([slot.ask.first_row + slot.ask.setup.shelf.start[slot.task.device] for slot in slots])
-    return feed._replace(partner=partner, partner_rows=on_device(rows - (starts - first)[:, None]))
+    return feed._replace(partner=partner, partner_rows=sent(rows - (starts - first)[:, None], where))
 
 
 def scaling_of(slots: Sequence[Slot]) -> tuple[Tensor | None, Tensor | None]:

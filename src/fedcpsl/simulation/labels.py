@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from fedcpsl.algorithm import Hyper, map_tensors
+from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation.feed import scaling_of, taken
 from fedcpsl.simulation.slots import Ask, Ground, Slot, hyper_of, states_of
+from fedcpsl.simulation.transfer import sent
 
 ROWS_AT_ONCE = 4096  # of one device
 ROWS_TOGETHER = 1 << 17  # of many devices side by side on an accelerator
@@ -21,8 +22,7 @@ def renew_labels(asks: Sequence[Ask], ground: Ground) -> None:
     for run, ask in enumerate(asks):
         method = ask.setup.method
         for task in ask.plan:
-            rows = ask.setup.shelf.unlabelled_rows(task.device)
-            if method.parts.unlabelled and task.relabels and not task.warming and rows.stop > rows.start:
+            if is_due(ask, task):
                 together = ask.setup.vectorised and ground.targets.is_cuda and method.pseudo_labels == "closed_form"
                 key = (id(method.network.module), method.parts.alone, method.parts.personal, method.labels_from)
                 due.setdefault(key if together else (run, task.device), []).append(Slot(run, ask, task))
@@ -33,10 +33,16 @@ def renew_labels(asks: Sequence[Ask], ground: Ground) -> None:
             _renew_together(slots, ground)
 
 
+def is_due(ask: Ask, task: DeviceRound) -> bool:
+    """Whether a device renews its pseudo-labels in a round."""
+    unlabelled = ask.setup.sizes.unlabelled[task.device] > 0
+    return bool(ask.setup.method.parts.unlabelled and task.relabels and not task.warming and unlabelled)
+
+
 def _renew_one(slot: Slot, ground: Ground) -> None:
     setup, device = slot.ask.setup, slot.task.device
     rows = setup.shelf.unlabelled_rows(device)
-    kept = map_tensors(lambda t: t[device], slot.ask.devices)
+    kept = map_tensors(lambda t: t[device].to(ground.targets.device), slot.ask.devices)
     hyper: Hyper = map_tensors(lambda t: t[0], hyper_of([slot]))
     for first in range(rows.start, rows.stop, ROWS_AT_ONCE):
         last = min(first + ROWS_AT_ONCE, rows.stop)
@@ -74,12 +80,12 @@ def _renew_block(slots: Sequence[Slot], ground: Ground, rows: NDArray[np.int64],
     """A block of rows [slots, width], of which only the real ones are written."""
     setup = slots[0].ask.setup
     device, broadcast = states_of(slots, setup.method)
-    place = torch.from_numpy(rows).to(ground.targets.device)
+    place = sent(rows, ground.targets.device)
     flat = place.flatten()
     x = taken(ground.raw, ground.source.index_select(0, flat), rows.shape, *scaling_of(slots))
     nu = ground.targets.index_select(0, flat).view(*rows.shape, -1)
     renewed = setup.algorithm.relabel(setup.method, hyper_of(slots), broadcast, device, x, nu, rows.shape[1])
-    chosen = torch.from_numpy(np.flatnonzero(real)).to(flat.device)
+    chosen = sent(np.flatnonzero(real), flat.device)
     ground.targets.index_copy_(0, flat.index_select(0, chosen), renewed.flatten(0, 1).index_select(0, chosen))
 
 

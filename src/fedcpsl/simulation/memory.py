@@ -1,8 +1,6 @@
 """How many runs and slots fit into memory at a time."""
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,25 +10,16 @@ from fedcpsl.schedule import draw_tasks
 from fedcpsl.simulation.executors import local_rounds
 from fedcpsl.simulation.setup import Setup
 from fedcpsl.simulation.slots import Ask, ground_of
+from fedcpsl.simulation.store import free_bytes
 
 SHARE = 0.6  # of the free memory that is planned with
 COPIES = 3  # of what one step needs: as captured, as begun and as finished
 
 
-def free_bytes(device: torch.device) -> int:
-    """Memory that nobody uses now."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    info = Path("/proc/meminfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("MemAvailable"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 if hasattr(os, "sysconf") else 4 << 30
-
-
 def runs_that_fit(setup: Setup) -> int:
     """How many runs like this one can be held at a time."""
+    if setup.supply is not None:
+        return 1  # its shelf is filled anew for every round
     shelf, parameters = setup.shelf, setup.method.network.initial
     held = [
         shelf.source,
@@ -41,7 +30,7 @@ def runs_that_fit(setup: Setup) -> int:
         *shelf.test[:3],
         *shelf.validation[:3],
     ]
-    kept = len(Device._fields) * setup.devices * _bytes(parameters)
+    kept = 0 if setup.sparse else len(Device._fields) * setup.devices * _bytes(parameters)
     return max(1, int(SHARE * free_bytes(shelf.where) / (kept + sum(map(_bytes, held)))))
 
 

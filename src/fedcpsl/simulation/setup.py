@@ -2,6 +2,8 @@
 
 import sys
 from copy import copy
+from math import prod
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -14,10 +16,15 @@ from fedcpsl import schedule
 from fedcpsl.algorithm import Algorithm, Hyper, Method, Parts
 from fedcpsl.algorithms import find_algorithm
 from fedcpsl.data.federation import Federation
+from fedcpsl.data.ondemand import OnDemand
 from fedcpsl.errors import InputError
 from fedcpsl.network import Network
 from fedcpsl.problem import Costs
-from fedcpsl.simulation.shelf import Shelf, shelve
+from fedcpsl.simulation.machine import choose_device, choose_dtype, set_precision
+from fedcpsl.simulation.ranks import world
+from fedcpsl.simulation.shelf import Shelf
+from fedcpsl.simulation.stock import shelf_of
+from fedcpsl.simulation.store import choose_store
 
 
 class Setup(NamedTuple):
@@ -41,6 +48,9 @@ class Setup(NamedTuple):
     vectorised: bool  # devices side by side, or one after another
     slots: int  # most devices side by side; 0: all
     processes: int  # that share each round's devices
+    store: str  # where device states live
+    store_folder: Path | None = None  # for those on disk; None: wherever temporary files go
+    supply: OnDemand | None = None  # makes the samples of active devices; None: all are on the shelf
 
     @property
     def devices(self) -> int:
@@ -49,6 +59,24 @@ class Setup(NamedTuple):
     @property
     def executor(self) -> str:
         return "vectorised" if self.vectorised else "sequential"
+
+    @property
+    def sparse(self) -> bool:
+        """Whether states take room only once a device has been active."""
+        return self.store != "accelerator" or self.supply is not None
+
+    @property
+    def nu_shape(self) -> tuple[int, int]:
+        """Of one device's pseudo-labels, where they are kept beside its state."""
+        kept = self.supply is not None and self.method.parts.unlabelled
+        return int(self.sizes.unlabelled.max()) if kept else 0, self.method.network.classes
+
+    @property
+    def state_bytes(self) -> int:
+        """What the states of all devices take once each has been active."""
+        broadcast = self.algorithm.broadcast(self.algorithm.init_server(self.method))
+        kept = sum(t.numel() for t in self.algorithm.init_device(self.kept_method, broadcast))
+        return self.devices * (kept + prod(self.nu_shape)) * self.shelf.dtype.itemsize
 
     @property
     def batch_widths(self) -> tuple[int, int]:
@@ -80,7 +108,7 @@ class Setup(NamedTuple):
 
 
 def prepare(
-    federation: Federation,
+    federation: Federation | OnDemand,
     model: nn.Module,
     algorithm: settings.Algorithm | None = None,
     work: settings.Work | None = None,
@@ -101,12 +129,15 @@ def prepare(
     device = choose_device(run.device)
     dtype = choose_dtype(run.dtype, device)
     set_precision(run.precision)
-    shelf = shelve(federation, device, dtype, beside.shelf if beside else None)
-    network = _network(model, shelf, federation.classes, beside.method.network if beside else None)
-    network.batched = choose_executor(run.executor, network, device) == "vectorised"
-    numbers = _numbers(algorithm, parts, federation.devices)
     joins = _joins(work, federation.devices)
     active = choose_active(work.active, parts, federation.devices - work.joiners)
+    most = federation.devices if parts.everyone or work.personal_rounds else active
+    shelf = shelf_of(federation, device, dtype, beside.shelf if beside else None, most, run.evaluate_devices)
+    network = _network(
+        model, shelf, federation.classes, run.precision, beside.method.network if beside else None
+    )
+    network.batched = choose_executor(run.executor, network, device) == "vectorised"
+    numbers = _numbers(algorithm, parts, federation.devices)
     _check_modes(algorithm, work, parts)
     costs = costs or Costs()
     if algorithm.pseudo_labels == "closed_form" and parts.unlabelled and not costs.closed_form:
@@ -116,7 +147,7 @@ def prepare(
     kept = parts._replace(personal=parts.personal or work.two_phase)
     rounds_parts = kept._replace(personal=kept.personal and not work.two_phase)
     method = Method(network, rounds_parts, costs, algorithm.pseudo_labels, algorithm.eta_g, algorithm.labels_from)
-    return Setup(
+    setup = Setup(
         algorithm=implementation,
         method=method,
         personal_method=method._replace(parts=kept, personal_round=True),
@@ -144,7 +175,11 @@ def prepare(
         vectorised=network.batched,
         slots=run.slots,
         processes=choose_processes(run.processes, device, active),
+        store=run.store,
+        supply=federation if isinstance(federation, OnDemand) else None,
     )
+    store = choose_store(run.store, setup.state_bytes, device, on_demand=setup.supply is not None)
+    return setup._replace(store=store)
 
 
 def _check_modes(algorithm: settings.Algorithm, work: settings.Work, parts: Parts) -> None:
@@ -184,44 +219,23 @@ def choose_active(active: int | str, parts: Parts, devices: int) -> int:
     return active
 
 
-def choose_device(name: str) -> torch.device:
-    """Where to compute; auto is cuda where there is one, else the cpu."""
-    if name == settings.AUTO:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InputError(f"run.device = {name!r}: no such device; give cpu, cuda, cuda:1, ... or mps") from None
-    present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if not present.get(device.type, False):
-        raise InputError(f"run.device = {name!r}: this machine has none that PyTorch can use; give cpu")
-    return device
-
-
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "float64" and device.type == "mps":
-        raise InputError('run.dtype = "float64": mps has no float64; give float32, or run.device = "cpu"')
-    return torch.float64 if name == "float64" else torch.float32
-
-
-def set_precision(name: str) -> None:
-    """Whether a GPU may round float32 factors to TF32; PyTorch by itself lets convolutions do so."""
-    torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
-    torch.backends.cudnn.allow_tf32 = name == "tf32"
-
-
 def choose_executor(name: str, network: Network, device: torch.device) -> str:
     """auto: side by side on an accelerator, and on a cpu where all layers become batched matmuls."""
     if name != settings.AUTO:
         return name
-    return "vectorised" if device.type != "cpu" or network.fully_batched else "sequential"
+    return "vectorised" if device.type != "cpu" or network.fully_linear else "sequential"
 
 
 def choose_processes(processes: int | str, device: torch.device, active: int) -> int:
     """auto: one per core that PyTorch would use, where processes can be forked and there is enough to share.
 
     Where there is a GPU, even if unused, PyTorch's autograd may refuse to work in a forked process: auto is 1 there.
+    A rank that torchrun started is one process.
     """
+    if world()[1] > 1:
+        if processes not in (settings.AUTO, 1):
+            raise InputError(f"run.processes = {processes}: torchrun's ranks share the devices already; leave it out")
+        return 1
     can_fork = sys.platform == "linux" and device.type == "cpu"
     if processes == settings.AUTO:
         return min(torch.get_num_threads(), active) if can_fork and not torch.cuda.is_available() else 1
@@ -230,10 +244,10 @@ def choose_processes(processes: int | str, device: torch.device, active: int) ->
     return int(processes)
 
 
-def _network(model: nn.Module, shelf: Shelf, classes: int, beside: Network | None) -> Network:
+def _network(model: nn.Module, shelf: Shelf, classes: int, precision: str, beside: Network | None) -> Network:
     """A network of its own, or another run's with this model's starting point where only that differs."""
-    if beside is None or not _differ_in_start_only(model, beside):
-        return Network(model, shelf.inputs.take(shelf.source[:2]), classes)
+    if beside is None or beside.arithmetic.precision != precision or not _differ_in_start_only(model, beside):
+        return Network(model, shelf.inputs.take(shelf.source[:2]), classes, precision=precision)
     own, trained = copy(beside), dict(model.named_parameters())
     own.initial = torch.cat([trained[name].detach().flatten() for name in beside.shapes]).to(beside.initial)
     return own

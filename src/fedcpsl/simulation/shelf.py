@@ -52,7 +52,7 @@ class Held(NamedTuple):
 class Shelf(NamedTuple):
     """All samples on the compute device.
 
-    Training rows lie device by device, labelled before unlabelled; `start` [devices + 1] and `labelled` [devices]
+    Training rows lie device by device, labelled before unlabelled; `start`, `labelled` and `unlabelled` [devices]
     say where. `truth` is the class of every training row, -1 where nobody knows.
     """
 
@@ -62,8 +62,9 @@ class Shelf(NamedTuple):
     truth: Tensor
     hidden: Tensor  # [rows]: whether the row is unlabelled
     device: Tensor  # [rows]: who holds it
-    start: NDArray[np.int64]
+    start: NDArray[np.int64]  # [devices] or more
     labelled: NDArray[np.int64]
+    unlabelled: NDArray[np.int64]
     test: Held
     validation: Held
 
@@ -81,13 +82,20 @@ class Shelf(NamedTuple):
         return self.inputs.take(self.source[rows])
 
     def unlabelled_rows(self, device: int) -> slice:
-        return slice(int(self.start[device] + self.labelled[device]), int(self.start[device + 1]))
+        first = int(self.start[device] + self.labelled[device])
+        return slice(first, first + int(self.unlabelled[device]))
 
     def all_rows(self, device: int) -> slice:
-        return slice(int(self.start[device]), int(self.start[device + 1]))
+        return slice(int(self.start[device]), self.unlabelled_rows(device).stop)
 
 
-def shelve(federation: Federation, device: torch.device, dtype: torch.dtype, beside: Shelf | None = None) -> Shelf:
+def shelve(
+    federation: Federation,
+    device: torch.device,
+    dtype: torch.dtype,
+    beside: Shelf | None,
+    tested: NDArray[np.int64],
+) -> Shelf:
     """A federation's samples on a device; inputs that `beside` holds already are shared with it."""
     order, counts = federation.order, federation.counts
     train = order[federation.role[order] <= UNLABELLED]
@@ -96,6 +104,8 @@ def shelve(federation: Federation, device: torch.device, dtype: torch.dtype, bes
     one_hot = torch.nn.functional.one_hot(truth.clamp_min(0), federation.classes).to(dtype)
     one_hot[hidden] = 1 / federation.classes
     inputs = _inputs(federation, device, dtype, beside.inputs if beside else None)
+    who = np.full(federation.devices, -1)
+    who[tested] = tested
     return Shelf(
         inputs=inputs,
         source=torch.from_numpy(train).to(device),
@@ -105,8 +115,9 @@ def shelve(federation: Federation, device: torch.device, dtype: torch.dtype, bes
         device=torch.from_numpy(federation.device[train]).to(device),
         start=np.concatenate([[0], counts[:, :TEST].sum(1).cumsum()]),
         labelled=federation.sizes.labelled,
-        test=_hold(federation, inputs, TEST),
-        validation=_hold(federation, inputs, VALIDATION),
+        unlabelled=federation.sizes.unlabelled,
+        test=hold(federation, inputs, TEST, who, federation.devices),
+        validation=hold(federation, inputs, VALIDATION, who, federation.devices),
     )
 
 
@@ -124,14 +135,16 @@ def _inputs(federation: Federation, device: torch.device, dtype: torch.dtype, be
     return Inputs(_normalised(x, scaling, device, dtype), x, scaling)
 
 
-def _hold(federation: Federation, inputs: Inputs, role: int) -> Held:
+def hold(federation: Federation, inputs: Inputs, role: int, who: NDArray[np.int64], devices: int) -> Held:
+    """The samples of one role; `who` says which of so many devices each of the federation's is, -1: not tested."""
     rows = federation.order[federation.role[federation.order] == role]
-    device = inputs.raw.device
-    start = np.concatenate([[0], federation.counts[:, role].cumsum()])
+    rows = rows[who[federation.device[rows]] >= 0]
+    device, owner = inputs.raw.device, who[federation.device[rows]]
+    start = np.concatenate([[0], np.bincount(owner, minlength=devices).cumsum()])
     return Held(
         inputs.take(torch.from_numpy(rows).to(device)),
         torch.from_numpy(federation.y[rows]).to(device),
-        torch.from_numpy(federation.device[rows]).to(device),
+        torch.from_numpy(owner).to(device),
         start,
         torch.from_numpy(start).to(device),
     )

@@ -11,6 +11,8 @@ from fedcpsl.algorithm import Broadcast, Device, Hyper, Method, map_tensors
 from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation.setup import Setup
 from fedcpsl.simulation.shelf import Shelf
+from fedcpsl.simulation.store import Sparse, rows_of
+from fedcpsl.simulation.transfer import sent
 
 
 class Ground(NamedTuple):
@@ -29,6 +31,7 @@ class Ask(NamedTuple):
     devices: Device
     broadcast: Broadcast
     first_row: int = 0  # where the run's training rows begin on the ground
+    sparse: Sparse | None = None  # where only some of the device states are there
 
 
 class Slot(NamedTuple):
@@ -65,7 +68,7 @@ def hyper_of(slots: Sequence[Slot]) -> Hyper:
     for name in ("alpha_p", "alpha_r"):
         table[Hyper._fields.index(name), warming] = 0
     like = slots[0].ask.setup.shelf.one_hot
-    return Hyper(*torch.from_numpy(table).to(like.dtype).to(like.device).unbind())
+    return Hyper(*sent(table, like.device).to(like.dtype).unbind())
 
 
 def states_of(slots: Sequence[Slot], method: Method) -> tuple[Device, Broadcast]:
@@ -74,13 +77,13 @@ def states_of(slots: Sequence[Slot], method: Method) -> tuple[Device, Broadcast]
     theta = slots[0].ask.broadcast.theta
     if len(asks) == 1:
         (ask,) = asks.values()
-        index = torch.tensor([slot.task.device for slot in slots], device=theta.device)
+        index = sent([slot.task.device for slot in slots], theta.device)
         if ask.broadcast.c.numel() or not method.parts.control_variates:
-            return map_tensors(lambda t: t[index], ask.devices), ask.broadcast
+            return rows_of(ask.devices, index), ask.broadcast
     by_run = sorted(range(len(slots)), key=lambda i: slots[i].run)
-    back = torch.tensor(np.argsort(by_run), device=theta.device)
+    back = sent(np.argsort(by_run), theta.device)
     counts = [sum(slot.run == run for slot in slots) for run in asks]
-    mine = torch.tensor([slots[i].task.device for i in by_run], device=theta.device).split(counts)
+    mine = sent([slots[i].task.device for i in by_run], theta.device).split(counts)
 
     def joined(name: str, pieces: list[Tensor]) -> Tensor:
         there = name != "c" or method.parts.control_variates
@@ -88,11 +91,11 @@ def states_of(slots: Sequence[Slot], method: Method) -> tuple[Device, Broadcast]
         full = [piece if piece.shape[1] == width else piece.new_zeros(len(piece), width) for piece in pieces]
         return torch.cat(full)[back]
 
-    kept = [map_tensors(lambda t, i=i: t[i], a.devices) for a, i in zip(asks.values(), mine, strict=True)]
-    sent = [
+    kept = [rows_of(a.devices, i) for a, i in zip(asks.values(), mine, strict=True)]
+    told = [
         map_tensors(lambda t, n=n: t.expand(n, -1), a.broadcast) for a, n in zip(asks.values(), counts, strict=True)
     ]
     return (
         Device(*(joined(name, [getattr(each, name) for each in kept]) for name in Device._fields)),
-        Broadcast(*(joined(name, [getattr(each, name) for each in sent]) for name in Broadcast._fields)),
+        Broadcast(*(joined(name, [getattr(each, name) for each in told]) for name in Broadcast._fields)),
     )

@@ -23,7 +23,9 @@ from fedcpsl.algorithm import Device, Upload, map_tensors
 from fedcpsl.errors import RunError
 from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation.capture import captured_steps
-from fedcpsl.simulation.executors import Finished, LocalRounds, local_rounds
+from fedcpsl.simulation.exchange import exchanged
+from fedcpsl.simulation.executors import Finished, LocalRounds, all_finite, local_rounds
+from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.slots import Ask, Ground
 
 
@@ -31,19 +33,33 @@ from fedcpsl.simulation.slots import Ask, Ground
 def shared_rounds(asks: Sequence[Ask], ground: Ground) -> Iterator[tuple[list[Device], Ground, LocalRounds]]:
     """`local_rounds` by whatever serves the runs best, and the device states and ground it works on."""
     setup, states = asks[0].setup, [ask.devices for ask in asks]
+    here: LocalRounds = local_rounds
     if setup.vectorised and ground.targets.is_cuda:
-        yield states, ground, partial(local_rounds, take_steps=captured_steps())
+        here = partial(local_rounds, take_steps=captured_steps())
+    if world()[1] > 1:
+        yield states, ground, partial(_run_on_ranks, here)
         return
     if setup.processes == 1:
-        yield states, ground, local_rounds
+        yield states, ground, here
         return
     ground = ground._replace(targets=_shared(ground.targets))
     asks = [
-        ask._replace(devices=map_tensors(_shared, ask.devices), broadcast=map_tensors(_shared, ask.broadcast))
+        ask._replace(
+            devices=ask.devices if ask.setup.sparse else map_tensors(_shared, ask.devices),
+            broadcast=map_tensors(_shared, ask.broadcast),
+        )
         for ask in asks
     ]
     with _forked(setup.processes, asks, ground) as pipes:
         yield [ask.devices for ask in asks], ground, partial(_run_shared, pipes, asks)
+
+
+def _run_on_ranks(here: LocalRounds, asks: Sequence[Ask], ground: Ground) -> Iterator[Finished]:
+    """The runs' slots over the ranks of the job."""
+    rank, size = world()
+    shares = share_out(asks, size)
+    mine = [ask._replace(plan=plan) for ask, plan in zip(asks, shares[rank], strict=True)]
+    return exchanged(asks, shares, ground, lambda: list(here(mine, ground)))
 
 
 @contextmanager
@@ -137,6 +153,9 @@ def _answer(pipe: Connection, asks: Sequence[Ask], ground: Ground) -> None:
     try:
         for finished in local_rounds([a._replace(plan=plan) for a, plan in zip(asks, plans, strict=True)], ground):
             pipe.send(_sendable(finished))
+        for ask in asks:
+            if ask.sparse:
+                ask.sparse.release()
         pipe.send(None)
     except (BrokenPipeError, ConnectionResetError):
         raise
@@ -162,4 +181,5 @@ def _sendable(finished: Finished) -> tuple[Any, ...]:
 def _received(sent: tuple[Any, ...]) -> Finished:
     run, group, device, upload, costs = sent
     own = Device(*map(torch.from_numpy, device)), Upload(*map(torch.from_numpy, upload))
-    return Finished(run, group, *own, torch.from_numpy(costs))
+    costs = torch.from_numpy(costs)
+    return Finished(run, group, *own, costs, all_finite(*own, costs))

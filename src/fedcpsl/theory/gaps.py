@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedcpsl.algorithm import Method
 from fedcpsl.algorithms.family import step_costs
+from fedcpsl.errors import InputError
 from fedcpsl.problem import Samples
 from fedcpsl.simulation import State
 
@@ -98,8 +99,10 @@ def virtual_labels(state: State, device: int) -> Tensor:
 
 def all_samples(state: State, device: int) -> Samples:
     """Everything that a device trains on, as one batch."""
-    shelf = state.setup.shelf
-    start, stop = int(shelf.start[device]), int(shelf.start[device + 1])
+    if state.setup.supply is not None:
+        raise InputError("samples made on demand: gaps and objectives need those of all devices; hold them in memory")
+    shelf, rows = state.setup.shelf, state.setup.shelf.all_rows(device)
+    start, stop = rows.start, rows.stop
     if not state.setup.method.parts.unlabelled:
         stop = start + int(shelf.labelled[device])
     is_labelled = torch.arange(start, stop, device=shelf.where) < start + int(shelf.labelled[device])

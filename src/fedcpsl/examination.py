@@ -1,0 +1,116 @@
+"""Evaluating the same runs after every round: on a GPU what is the same each time is captured once and replayed."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedcpsl.algorithm import Method, map_tensors
+from fedcpsl.evaluation import (
+    Pending,
+    Predictions,
+    has_labelled,
+    measure,
+    measure_together,
+    pending,
+    predict,
+    versions_of,
+)
+from fedcpsl.simulation import State
+from fedcpsl.simulation.transfer import sent
+
+Examine = Callable[[Sequence[State]], Pending]
+
+
+class Captured(NamedTuple):
+    """A graph and what it reads and writes."""
+
+    methods: list[Method]  # that the runs predicted with
+    graph: Any
+    theta: list[Tensor]
+    judged: list[Tensor]
+    measured: list[list[Tensor]]
+    predictions: list[Predictions]
+
+
+def examiner() -> Examine:
+    """What has the metrics of some runs computed, round after round, with what it has kept from the rounds before."""
+    earlier: list[Predictions] = []
+    kept: list[Captured] = []
+
+    def examine(states: Sequence[State]) -> Pending:
+        nonlocal earlier
+        on_demand = any(state.setup.supply is not None for state in states)
+        if not earlier or on_demand or not states[0].targets.is_cuda:
+            asked = measure_together(states, earlier or [None] * len(states))
+            earlier = asked.predictions
+            return asked
+        methods = [state.setup.method_after(state.round) for state in states]
+        if kept and kept[0].methods != methods:
+            kept.clear()
+            earlier = measure_together(states, earlier).predictions
+        earlier = _with_new_localized(states, earlier)
+        if not kept:
+            kept.append(_capture(states, earlier, methods))
+        return _replay(kept[0], states)
+
+    return examine
+
+
+@torch.no_grad()
+def _with_new_localized(states: Sequence[State], earlier: Sequence[Predictions]) -> list[Predictions]:
+    """Predict anew, in place, with the localized models that have changed, those of all runs side by side."""
+    tests = [state.setup.shelf.test for state in states]
+    changed = [
+        (run, int(device))
+        for run, (state, made) in enumerate(zip(states, earlier, strict=True))
+        if made.localized is not None
+        for device in np.flatnonzero((made.made_by != versions_of(state)) & (np.diff(tests[run].start) > 0))
+    ]
+    for same in {id(states[run].setup.method.network.module): run for run, _ in changed}.values():
+        network = states[same].setup.method.network
+        some = [(r, i) for r, i in changed if states[r].setup.method.network.module is network.module]
+        rows = [tests[r].rows(i) for r, i in some]
+        x = tests[same].x.new_zeros(len(some), max(r.stop - r.start for r in rows), *tests[same].x.shape[1:])
+        for place, (run, _), own in zip(x, some, rows, strict=True):
+            place[: own.stop - own.start] = tests[run].x[own]
+        log_h = network.log_probabilities(torch.stack([states[r].device(i).theta_lc for r, i in some]), x)
+        for each, (run, _), own in zip(log_h, some, rows, strict=True):
+            localized = earlier[run].localized
+            assert localized is not None
+            localized[own] = each[: own.stop - own.start]
+    return [made._replace(made_by=versions_of(state)) for state, made in zip(states, earlier, strict=True)]
+
+
+def _capture(states: Sequence[State], earlier: Sequence[Predictions], methods: list[Method]) -> Captured:
+    """The part of an evaluation that does the same every time, as a graph."""
+    theta = [state.server.theta.clone() for state in states]
+    judged = [sent(has_labelled(state), state.targets.device) for state in states]
+    frozen = [s._replace(server=s.server._replace(theta=t)) for s, t in zip(states, theta, strict=True)]
+
+    def measure_all() -> tuple[list[Predictions], list[list[Tensor]]]:
+        # new objects, so that whatever depends on them is computed inside the graph and not remembered from before
+        given = [e._replace(hyper=map_tensors(torch.clone, e.hyper) if e.hyper else None) for e in earlier]
+        made = [predict(s, s.setup.shelf.test, e) for s, e in zip(frozen, given, strict=True)]
+        return made, [measure(*each) for each in zip(frozen, made, judged, strict=True)]
+
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        measure_all()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        predictions, measured = measure_all()
+    return Captured(methods, graph, theta, judged, measured, predictions)
+
+
+def _replay(captured: Captured, states: Sequence[State]) -> Pending:
+    torch._foreach_copy_(captured.theta, [state.server.theta for state in states])
+    where = states[0].targets.device
+    flags = sent(np.concatenate([has_labelled(state) for state in states]), where)
+    torch._foreach_copy_(captured.judged, list(flags.split([state.setup.devices for state in states])))
+    captured.graph.replay()
+    return pending(states, captured.predictions, captured.measured)

@@ -1,0 +1,119 @@
+"""Everything that changes during a simulation, and what a round's devices need of it."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedcpsl.algorithm import Device, Hyper, Server, map_tensors
+from fedcpsl.errors import RunError
+from fedcpsl.schedule import DeviceRound
+from fedcpsl.simulation.setup import Setup
+from fedcpsl.simulation.stock import put_back, stock
+from fedcpsl.simulation.store import Sparse, sparse_states, wake
+
+COUNT_BYTES = 8  # a step count, or one of the sizes n_i and m_i
+
+
+class Doubt(NamedTuple):
+    """Whether a round's numbers are finite: known on a GPU only once it has computed them, while the host goes on."""
+
+    fine: Tensor  # on the host
+    known: Any  # an event to wait for, or None
+    errors: list[str]  # what to say of each
+
+    def settle(self, run: int) -> None:
+        """Stop if something is lost."""
+        if self.known is not None:
+            self.known.synchronize()
+        if not self.fine.all():
+            error = RunError(self.errors[self.fine.tolist().index(False)])
+            error.run = run
+            raise error
+
+
+class State(NamedTuple):
+    """Everything that changes, after `round` rounds. The next round overwrites `devices` and `targets` in place."""
+
+    setup: Setup
+    round: int
+    server: Server
+    devices: Device  # stacked, [devices, ...]
+    targets: Tensor  # [training rows, classes]: labels, and every device's pseudo-labels nu
+    active_rounds: NDArray[np.int64]  # how often each device has taken part
+    steps: int  # local steps so far
+    uplink_bytes: int
+    downlink_bytes: int
+    costs: dict[int, Tensor]  # mean f_i (and F_i) of this round's steps, by device
+    lost: int  # uploads lost so far
+    doubt: Doubt | None = None  # whether this round's numbers are finite
+    sparse: Sparse | None = None  # where only devices that have been active have rows in `devices`
+
+    def nu(self, device: int) -> Tensor:
+        """The pseudo-labels of one device, [unlabelled samples, classes]."""
+        if self.sparse is None or self.setup.supply is None:
+            return self.targets[self.setup.shelf.unlabelled_rows(device)]
+        count, classes = int(self.setup.sizes.unlabelled[device]), self.targets.shape[1]
+        if self.sparse.there[device] and self.sparse.nu.numel():
+            return self.sparse.nu[device, :count].to(self.targets.device)
+        return self.targets.new_full((count, classes), 1 / classes)
+
+    def device(self, device: int) -> Device:
+        """What one device keeps."""
+        if self.sparse is not None and not self.sparse.there[device]:
+            return self.sparse.start(int(self.setup.joins[device]))
+        kept: Device = map_tensors(lambda t: t[device].to(self.targets.device), self.devices)
+        return kept
+
+    def hyper(self, device: int) -> Hyper:
+        """The numbers that one device works with."""
+        numbers: Hyper = map_tensors(lambda t: t[device], self.setup.hyper)
+        return numbers
+
+
+def initial_state(setup: Setup) -> State:
+    """Round 0: every device in the roster has been sent theta^0."""
+    server = setup.algorithm.init_server(setup.method)
+    one = setup.algorithm.init_device(setup.kept_method, setup.algorithm.broadcast(server))
+    sparse: Sparse | None = None
+    if setup.sparse:
+        devices, sparse = sparse_states(one, setup.devices, setup.nu_shape, setup.store, setup.store_folder)
+    else:
+        devices = map_tensors(lambda t: t.expand(setup.devices, -1).clone(), one)
+    return State(
+        setup=setup,
+        round=0,
+        server=server,
+        devices=devices,
+        targets=setup.shelf.one_hot.clone(),
+        active_rounds=np.zeros(setup.devices, np.int64),
+        steps=0,
+        uplink_bytes=0 if setup.method.parts.alone else 2 * COUNT_BYTES * len(setup.roster(0)),
+        downlink_bytes=0,
+        costs={},
+        lost=0,
+        sparse=sparse,
+    )
+
+
+def bring(state: State, plan: Sequence[DeviceRound]) -> State:
+    """Have what a round's devices work with there: their states and, where they are made on demand, their samples."""
+    setup, sparse, working = state.setup, state.sparse, [task.device for task in plan if task.steps > 0]
+    if sparse is None:
+        return state
+    if setup.supply:
+        stock(setup.shelf, setup.supply, state.targets, sparse.nu, sparse.there, working)
+    return state._replace(sparse=wake(state.devices, sparse, working, setup.joins))
+
+
+def give_up(state: State, plan: Sequence[DeviceRound]) -> None:
+    """Keep the pseudo-labels of samples that are made on demand, and give up memory of what is on disk."""
+    sparse = state.sparse
+    if sparse is None:
+        return
+    if state.setup.supply:
+        which = [task.device for task in plan]
+        put_back(state.setup.shelf, state.targets, sparse.nu, sparse.maps[-1], which)
+    sparse.release()

@@ -1,0 +1,83 @@
+"""After the local steps: what devices keep, and what each run's server counts."""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedcpsl.algorithm import Broadcast, Device, Sum, Upload, map_tensors
+from fedcpsl.simulation.executors import Finished
+from fedcpsl.simulation.slots import Ask, Slot, hyper_of
+from fedcpsl.simulation.state import State
+from fedcpsl.simulation.store import put
+from fedcpsl.simulation.transfer import sent
+
+Arrived = tuple[Finished, list[int]]  # and which of its devices' uploads were not lost
+
+
+def keep_and_count(
+    states: Sequence[State], asks: Sequence[Ask], all_finished: Sequence[Finished]
+) -> Iterator[tuple[int, Sum]]:
+    """Store what devices keep, and yield what is counted, with the run; runs of one method are worked out at once."""
+    alike: dict[Any, list[Arrived]] = {}
+    for finished in all_finished:
+        state = states[finished.run]
+        method = state.setup.method_of(finished.group[0])
+        arrived = [i for i, task in enumerate(finished.group) if not task.lost]
+        if method.trains_localized_alone or len(arrived) < len(finished.group):
+            put(state.devices, state.sparse, [task.device for task in finished.group], finished.device)
+        if arrived and not method.trains_localized_alone:
+            key = (state.setup.algorithm, id(method.network.module), method[1:])
+            alike.setdefault(key, []).append((finished, arrived))
+    for pieces in alike.values():
+        yield from _count(states, asks, pieces)
+
+
+def _count(states: Sequence[State], asks: Sequence[Ask], pieces: Sequence[Arrived]) -> Iterator[tuple[int, Sum]]:
+    """Sum what arrived, run by run, and let those devices know that they were counted."""
+    setup, where = states[pieces[0][0].run].setup, states[0].targets.device
+    algorithm, method = setup.algorithm, setup.method_of(pieces[0][0].group[0])
+    counts = [len(arrived) for _, arrived in pieces]
+    hyper = hyper_of([Slot(f.run, asks[f.run], f.group[i]) for f, arrived in pieces for i in arrived])
+    device, upload, broadcast = _together(asks, pieces, counts)
+    committed = algorithm.commit(method, hyper, broadcast, device, upload)
+    omega = []
+    for (finished, arrived), first in zip(pieces, accumulate([0, *counts]), strict=False):
+        state, counted = states[finished.run], [finished.group[i].device for i in arrived]
+        mine = slice(first, first + len(counted))
+        put(state.devices, state.sparse, counted, map_tensors(lambda t, i=mine: t[i], committed))
+        sizes = state.setup.sizes.labelled[counted] + state.setup.sizes.unlabelled[counted]
+        omega.append(sizes / state.setup.samples_in(state.setup.roster(state.round)))
+    weights = sent(np.concatenate(omega), where).to(upload.delta.dtype)
+    added = algorithm.contribution(method, hyper, upload, weights)
+    for (finished, _), total in zip(pieces, zip(*(_sums(t, counts) for t in added), strict=True), strict=True):
+        yield finished.run, Sum(*total)
+
+
+def _together(
+    asks: Sequence[Ask], pieces: Sequence[Arrived], counts: Sequence[int]
+) -> tuple[Device, Upload, Broadcast]:
+    """What arrived of all pieces, and what those devices had been sent."""
+    where = pieces[0][0].costs.device
+    each: list[tuple[Device, Upload, Broadcast]] = []
+    for (finished, arrived), count in zip(pieces, counts, strict=True):
+        own = finished.device, finished.upload
+        if count < len(finished.group):
+            rows = sent(arrived, where)
+            own = map_tensors(lambda t, i=rows: t[i], own)
+        told: Broadcast = asks[finished.run].broadcast
+        each.append((*own, told if len(pieces) == 1 else map_tensors(lambda t, n=count: t.expand(n, -1), told)))
+    if len(each) == 1:
+        return each[0]
+    together: tuple[Device, Upload, Broadcast] = map_tensors(lambda *t: torch.cat(t), *each)
+    return together
+
+
+def _sums(t: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
+    """Sums over pieces of the first dimension."""
+    if len(set(counts)) == 1:
+        return t.view(len(counts), counts[0], *t.shape[1:]).sum(1).unbind()
+    return [piece.sum(0) for piece in t.split(list(counts))]
