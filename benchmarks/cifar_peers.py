@@ -1,7 +1,7 @@
 """pfl-research's CIFAR-10 benchmark in fedcpsl and its peers, on this machine, one after another.
 
     FEDCPSL_DATA=<folder with CIFAR-10's batches> python benchmarks/cifar_peers.py [--rounds 60] [--warmup 5]
-        [--device cuda] [--only fedcpsl,pfl] [--options shipped] [--precisions ieee,tf32] [--turns 3] [--out peers.json]
+        [--device cuda] [--only fedcpsl,pfl] [--having TEXT] [--options shipped] [--precisions ieee,tf32] [--turns 3] [--out peers.json]
 
 The workload is described in peers/common.py. Each peer gets a virtual environment of its own under .peers/, made from
 the package index when it is first needed, with the PyTorch of this interpreter. For a machine without an index,
@@ -85,6 +85,7 @@ def lineup(chosen: argparse.Namespace) -> list[Contender]:
         for name, both in ways.items()
         for options in both[chosen.options]
         if name in asked
+        and chosen.having in options
         and not (precision == "bf16" and name in ("fedjax", "flower"))
         and not (chosen.vendored and name == "flower")
     ]
@@ -256,6 +257,7 @@ def parsed() -> argparse.Namespace:
     options.add_argument("--turns", type=int, default=1, help="runs of each; a turn is one run of everybody")
     options.add_argument("--only", help=f"some of {','.join(SCRIPTS)}")
     options.add_argument("--options", choices=["best", "shipped"], default="best", help="those that peers are given")
+    options.add_argument("--having", default="", metavar="TEXT", help="only the ways whose options contain this")
     options.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options.add_argument("--precisions", help="some of ieee,tf32,bf16; by default ieee, on a GPU tf32 too")
     options.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores, on a CPU")

@@ -3,11 +3,15 @@
 import logging
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from fedcpsl import config
+from fedcpsl.data.federation import Federation
+from fedcpsl.errors import InputError
+from fedcpsl.models import make_model
 from fedcpsl.simulation import initial_state, prepare
 from fedcpsl.simulation.capture import WASTE, captured_steps, ladder
 from fedcpsl.simulation.executors import local_rounds, stretches
@@ -127,3 +131,33 @@ def test_simulating_on_a_cpu_captures_nothing(monkeypatch):
 
     monkeypatch.setattr("fedcpsl.simulation.workers.captured_steps", capture)
     assert final(setup_of(deep("plain"), device="cpu")).round == WORK.rounds
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ["cnn", "mlp"])
+def test_a_round_in_float32_is_near_one_device_after_another(name):
+    """By whatever kernels the GPU was given: IEEE within 1e-4 of plain PyTorch, the coarser ones visibly near."""
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (400, 3, 32, 32), dtype=np.uint8), rng.integers(0, 10, 400)
+    federation = Federation.from_arrays(x, y, np.arange(400) % 4, labelled=0.5)
+    torch.manual_seed(0)
+    model = make_model(name, [200, 200], (3, 32, 32), 10)
+    work = config.Work(rounds=1, active=4, unit="steps", amount=10)
+    ends = {}
+    for executor, precision in [("sequential", "ieee"), *(("vectorised", p) for p in ("ieee", "tf32", "bf16"))]:
+        run = config.Run(executor=executor, device="cuda", precision=precision)
+        state = final(prepare(federation, model, config.Algorithm(eta=0.002), work, run))
+        ends[executor, precision] = torch.cat([state.server.theta, state.devices.theta_lc.flatten()])
+    reference = ends["sequential", "ieee"]
+
+    def away(precision):
+        return ((ends["vectorised", precision] - reference).norm() / reference.norm()).item()
+
+    assert away("ieee") < 1e-4
+    assert away("ieee") < away("tf32") < 1e-2
+    assert away("bf16") < 2e-2
+
+
+def test_only_a_gpu_takes_a_coarser_precision():
+    with pytest.raises(InputError, match="give ieee"):
+        prepare(small_federation(), small_model(), run=config.Run(precision="bf16", device="cpu"))

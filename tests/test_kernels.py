@@ -9,8 +9,7 @@ from torch import nn
 from fedcpsl.dropout import KeyedDropout, with_keyed_dropout
 from fedcpsl.layers import Arithmetic, Layer, backward, bind, forward, walk
 from fedcpsl.layers.convolution import convolution
-from fedcpsl.layers.linear import linear
-from fedcpsl.layers.matrices import matrices_of, totals_of
+from fedcpsl.layers.linear import linear, matrices_of, totals_of
 from fedcpsl.layers.simple import dropout
 
 pytestmark = pytest.mark.skipif(

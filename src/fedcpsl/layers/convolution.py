@@ -15,8 +15,7 @@ from fedcpsl.layers.geometry import (
     patches,
     rectify_gradient,
 )
-from fedcpsl.layers.linear import linear
-from fedcpsl.layers.matrices import Totals, matrices_of, totals_of
+from fedcpsl.layers.linear import Totals, linear, matrices_of, totals_of
 from fedcpsl.layers.own import own_kernels
 from fedcpsl.layers.products import Arithmetic, factor
 from fedcpsl.layers.walk import Layer, Pull

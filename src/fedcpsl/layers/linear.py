@@ -1,17 +1,56 @@
 """Linear layers as batched matmuls."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedcpsl.layers.linear_cpu import linear_on_cpu
-from fedcpsl.layers.matrices import Matrices, Totals
 from fedcpsl.layers.own import own_kernels
 from fedcpsl.layers.products import Arithmetic, add_outer, factor, product
-from fedcpsl.layers.walk import Pull
+from fedcpsl.layers.walk import Named, Pull
 
 MANY_ROWS = 1024  # from here on a GPU sums rows faster than it multiplies them by ones
+
+
+class Matrices(NamedTuple):
+    """The views that a linear layer's matmuls want: a matrix per model, and a slot's models as one."""
+
+    each: Tensor  # [slots * models, out, in]
+    each_transposed: Tensor
+    together_transposed: Tensor  # [slots, in, models * out]
+    bias: Tensor | None  # [slots * models, 1, out]
+    shape: tuple[int, int, int]  # slots, models, out
+
+
+class Totals(NamedTuple):
+    """Where a linear layer's gradient is added, in the same two views."""
+
+    each: Tensor  # [slots * models, out, in]
+    together: Tensor  # [slots, models * out, in]
+    bias: Tensor | None  # [slots * models, 1, out]
+
+
+def matrices_of(own: Named) -> Matrices:
+    weight, bias = own["weight"], own.get("bias")
+    slots, models, out, _ = weight.shape
+    each = weight.flatten(0, 1)
+    return Matrices(
+        each,
+        each.mT,
+        weight.flatten(1, 2).mT,
+        None if bias is None else bias.reshape(-1, 1, out),
+        (slots, models, out),
+    )
+
+
+def totals_of(into: Named) -> Totals:
+    weight, bias = into["weight"], into.get("bias")
+    slots, models, out, inputs = weight.shape
+    return Totals(
+        weight.view(-1, out, inputs),
+        weight.view(slots, models * out, inputs),
+        None if bias is None else bias.view(-1, 1, out),
+    )
 
 
 def _as_factors(matrices: Matrices, arithmetic: Arithmetic) -> Matrices:
@@ -35,9 +74,6 @@ def linear(x: Tensor, matrices: Matrices, totals: Totals | None, arithmetic: Ari
     if kernels and kernels.few_rows.suits(x.flatten(0, 1), matrices.each, arithmetic.dot):
         return _by_kernels(kernels.few_rows, x, matrices, totals, arithmetic.dot)
     matrices = _as_factors(matrices, arithmetic)
-    if x.device.type == "cpu":
-        y, take_back = linear_on_cpu(x, matrices, totals, arithmetic)
-        return (y, take_back) if len(between) == 1 else _spread(y, take_back, between)
     rows = factor(x[:, 0] if shared else x.flatten(0, 1), arithmetic)
     y = _outputs(rows, matrices, shared)
 
@@ -57,16 +93,6 @@ def linear(x: Tensor, matrices: Matrices, totals: Totals | None, arithmetic: Ari
         return x_gradient.sum(1, keepdim=True) if shared else x_gradient
 
     return y.view(slots, models, *between, out), pull
-
-
-def _spread(y: Tensor, take_back: Pull, between: torch.Size) -> tuple[Tensor, Pull]:
-    """What was computed for all rows of a sample in one dimension, in as many as they came in."""
-
-    def pull(gradient: Tensor, to_x: bool) -> Tensor | None:
-        handed_back = take_back(gradient.flatten(2, -2), to_x)
-        return None if handed_back is None else handed_back.unflatten(2, between)
-
-    return y.unflatten(2, between), pull
 
 
 def _by_kernels(
@@ -89,7 +115,7 @@ def _by_kernels(
 
 def _add_rows(total: Tensor | None, rows: Tensor) -> None:
     """Adds the sum of rows [batch, rows, out] to a bias's total, if there is one."""
-    if total is not None and rows.is_cuda and rows.shape[1] > MANY_ROWS:
+    if total is not None and (not rows.is_cuda or rows.shape[1] > MANY_ROWS):
         total.add_(rows.sum(1, keepdim=True))
     elif total is not None:
         total.baddbmm_(rows.new_ones(1, 1, 1).expand(len(rows), 1, rows.shape[1]), rows)

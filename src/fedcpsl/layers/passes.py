@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from fedcpsl.dropout import KeyedDropout
 from fedcpsl.layers.autograd import other
 from fedcpsl.layers.convolution import convolution
-from fedcpsl.layers.linear import linear
-from fedcpsl.layers.matrices import Matrices, Totals, matrices_of, totals_of
+from fedcpsl.layers.linear import Matrices, Totals, linear, matrices_of, totals_of
 from fedcpsl.layers.products import Arithmetic
 from fedcpsl.layers.simple import dropout, flatten, group_norm, pooling, relu
 from fedcpsl.layers.walk import (

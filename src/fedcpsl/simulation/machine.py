@@ -37,7 +37,9 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.float64 if name == "float64" else torch.float32
 
 
-def set_precision(name: str) -> None:
+def set_precision(name: str, device: torch.device) -> None:
     """Whether a GPU may round float32 factors to TF32; PyTorch by itself lets convolutions do so."""
+    if name != "ieee" and device.type != "cuda":
+        raise InputError(f'run.precision = "{name}": is a way in which an NVIDIA GPU multiplies; give ieee')
     torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
     torch.backends.cudnn.allow_tf32 = name == "tf32"

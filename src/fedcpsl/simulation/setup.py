@@ -128,7 +128,7 @@ def prepare(
     parts = choose_parts(parts, algorithm)
     device = choose_device(run.device)
     dtype = choose_dtype(run.dtype, device)
-    set_precision(run.precision)
+    set_precision(run.precision, device)
     joins = _joins(work, federation.devices)
     active = choose_active(work.active, parts, federation.devices - work.joiners)
     most = federation.devices if parts.everyone or work.personal_rounds else active
