@@ -1,7 +1,8 @@
 """pfl-research's CIFAR-10 benchmark in fedcpsl and its peers, on this machine, one after another.
 
     FEDCPSL_DATA=<folder with CIFAR-10's batches> python benchmarks/cifar_peers.py [--rounds 60] [--warmup 5]
-        [--device cuda] [--only fedcpsl,pfl] [--having TEXT] [--options shipped] [--precisions ieee,tf32] [--turns 3] [--out peers.json]
+        [--device cuda] [--only fedcpsl,pfl] [--having TEXT] [--options shipped] [--precisions ieee,tf32] [--turns 3]
+        [--out peers.json]
 
 The workload is described in peers/common.py. Each peer gets a virtual environment of its own under .peers/, made from
 the package index when it is first needed, with the PyTorch of this interpreter. For a machine without an index,

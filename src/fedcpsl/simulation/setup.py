@@ -133,9 +133,7 @@ def prepare(
     active = choose_active(work.active, parts, federation.devices - work.joiners)
     most = federation.devices if parts.everyone or work.personal_rounds else active
     shelf = shelf_of(federation, device, dtype, beside.shelf if beside else None, most, run.evaluate_devices)
-    network = _network(
-        model, shelf, federation.classes, run.precision, beside.method.network if beside else None
-    )
+    network = _network(model, shelf, federation.classes, run.precision, beside.method.network if beside else None)
     network.batched = choose_executor(run.executor, network, device) == "vectorised"
     numbers = _numbers(algorithm, parts, federation.devices)
     _check_modes(algorithm, work, parts)
