@@ -37,7 +37,8 @@ large-table: .venv/ready-dev
 	@$(BIN)/python benchmarks/large_table.py
 
 bench-gpu: .venv/ready
-	$(BIN)/python benchmarks/mnist_gpu.py
+	$(BIN)/python benchmarks/paper_gpu.py mnist --runs 1 20
+	$(BIN)/python benchmarks/paper_gpu.py cifar10 --runs 1 12 --sequential-rounds 1
 
 bench-peers: .venv/ready
 	$(BIN)/python benchmarks/cifar_peers.py
