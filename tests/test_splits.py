@@ -120,6 +120,16 @@ def test_scaling_is_of_the_training_data_by_feature_or_channel():
     assert by_channel.scale.ravel() == pytest.approx(images.std((0, 2, 3)))
 
 
+@pytest.mark.parametrize("shape", [(60, 3, 4, 4), (60, 7), (60, 2, 9)])
+def test_bytes_are_scaled_as_numbers_are(shape):
+    x = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    x[:, 1] = 9  # never varies: shifted, not scaled
+    rows = np.arange(0, 60, 2)
+    for one, other in zip(fit_scaling(x, rows), fit_scaling(x.astype(np.float64), rows), strict=True):
+        assert one.shape == other.shape
+        np.testing.assert_allclose(one, other, rtol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
