@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from fedcpsl import config
-from fedcpsl.dropout import keyed_uniform
+from fedcpsl.dropout import keyed_kept, keyed_uniform
 from fedcpsl.errors import InputError
+from fedcpsl.layers import pool_before_relu
 from fedcpsl.models import make_model, mlp
 from fedcpsl.network import Network
 from fedcpsl.simulation import prepare, simulate
@@ -168,3 +169,22 @@ def test_models_by_name():
             make_model(name, [5], (6,), 3)
     with pytest.raises(InputError, match="is needed"):
         make_model("operator:mul", [], (6,), 3)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.25, 0.3, 0.5, 0.999])
+def test_masks_on_a_cpu_have_the_bits_of_the_numbers(p):
+    keys = torch.randint(-(2**63), 2**63 - 1, (3, 7))
+    assert torch.equal(keyed_kept(keys, 5, 1000, p), keyed_uniform(keys, 5, 1000) >= p)
+
+
+@pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 1), nn.MaxPool2d(2, ceil_mode=True)])
+def test_pooling_before_a_relu_changes_no_bit(pool):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), pool)
+    x, ends = torch.randn(5, 2, 9, 9), []
+    for _ in range(2):
+        y = model(x)
+        ends.append([y, *torch.autograd.grad(y.square().sum(), list(model.parameters()))])
+        pool_before_relu(model)
+    assert type(model[2]) is nn.ReLU
+    assert all(map(torch.equal, *ends))

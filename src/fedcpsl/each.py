@@ -40,7 +40,7 @@ def subtract_scaled(leaves: Leaves, numbers: Tensor, others: Leaves) -> None:
 
 
 def _numbers_over_each(numbers: Tensor, leaves: Leaves) -> list[Tensor]:
-    return [numbers.reshape(*numbers.shape, *(1,) * (leaf.dim() - numbers.dim())) for leaf in leaves]
+    return [numbers.reshape((*numbers.shape, *(1,) * (leaf.dim() - numbers.dim()))) for leaf in leaves]
 
 
 _over_each, _over_each_model = remembered(_numbers_over_each), remembered(_numbers_over_each)

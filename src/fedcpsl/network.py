@@ -6,7 +6,6 @@ line. In the local steps it is a tuple of the module's own tensors (`Leaves`), w
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from fedcpsl.layers import (
     is_convolution,
     is_matmul,
     is_parameter_free,
+    pool_before_relu,
     runs_without_vmap,
     walk,
 )
@@ -62,6 +62,7 @@ class Network:
         self.shapes = {name: parameter.shape for name, parameter in trained.items()}
         self._first_rank = len(next(iter(self.shapes.values())))
         self._layers = walk(self.module, self.shapes)
+        pool_before_relu(self.module)
         self._by_hand = differentiated_by_hand(self._layers)
         # a CPU convolves faster so; another's own module may look at its numbers in memory, so it gets them as they are
         self._wants_channels_last = self._by_hand and any(is_convolution(layer) for layer in self._layers)
@@ -106,7 +107,7 @@ class Network:
             bound = bind(self._layers, self._gridded(leaves, lead), None, self.arithmetic)
             outputs, _ = forward(bound, _as_grid(x, lead), None)
             return torch.log_softmax(outputs, -1).reshape(*lead, *outputs.shape[2:])
-        return self._each(leaves, x, None, lead)
+        return self._each(self._models(_by_model(leaves, lead)), x, None, lead)
 
     def add_gradient(
         self, into: Leaves, models: Leaves, x: Tensor, keys: Tensor | None, cost: Cost, slope: Slope | None = None
@@ -124,14 +125,31 @@ class Network:
             # inference mode spares each small operation autograd's bookkeeping, where nothing needs autograd
             with torch.inference_mode(slope is not None and self._by_hand):
                 return self._add_gradient_batched(into, models, x, keys, slope or _differentiated(cost), lead)
+        costs, gradients = self._gradients(models, x, keys, cost, lead)
+        there = [(total, g) for total, g in zip(_by_model(into, lead), gradients, strict=True) if g is not None]
+        torch._foreach_add_(*map(list, zip(*there, strict=True)))
+        return costs
+
+    def gradient(self, models: Leaves, x: Tensor, keys: Tensor | None, cost: Cost) -> tuple[Tensor, Leaves]:
+        """As `add_gradient`, of a network that is not batched: the gradient itself, for whom that spares a sum."""
+        self._set_mode(training=True)
+        lead = self._lead(models)
+        costs, gradients = self._gradients(models, x, keys, cost, lead)
+        both = zip(_by_model(models, lead), gradients, strict=True)
+        filled = [torch.zeros_like(piece) if g is None else g for piece, g in both]
+        each = (filled[i :: len(models)] for i in range(len(models)))  # a leaf's gradients in all models
+        leaves = (g[0] if len(g) == 1 else torch.stack(g) for g in each)
+        return costs, tuple(g.reshape(leaf.shape) for g, leaf in zip(leaves, models, strict=True))
+
+    def _gradients(
+        self, models: Leaves, x: Tensor, keys: Tensor | None, cost: Cost, lead: torch.Size
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """Costs, and the gradients of all leaves, model by model: each is a tensor of its own to autograd."""
         with torch.enable_grad():
-            leaves = tuple(leaf.detach().requires_grad_() for leaf in models)
-            costs = cost(self._each(leaves, x, keys, lead) if lead else self._one(leaves, x, keys))
-            gradients = torch.autograd.grad(costs.sum(), leaves, allow_unused=True)
-        for total, gradient in zip(into, gradients, strict=True):
-            if gradient is not None:
-                total.add_(gradient)
-        return costs.detach()
+            leaves = [leaf.detach().requires_grad_() for leaf in _by_model(models, lead)]
+            each = self._models(leaves)
+            costs = cost(self._each(each, x, keys, lead) if lead else self._one(each[0], x, keys))
+            return costs.detach(), torch.autograd.grad(costs.sum(), leaves, allow_unused=True)
 
     def _add_gradient_batched(
         self,
@@ -168,12 +186,16 @@ class Network:
         if self.module.training != training:
             self.module.train(training)
 
-    def _each(self, leaves: Leaves, x: Tensor, keys: Tensor | None, lead: torch.Size) -> Tensor:
-        """One model after another, as plain PyTorch would."""
-        stack = partial(_stack_lead, lead=lead)
-        each_keys = [None] * lead.numel() if keys is None else stack(keys).unbind()
-        each_leaves = zip(*(stack(leaf).unbind() for leaf in leaves), strict=True)
-        each = zip(each_leaves, stack(x).unbind(), each_keys, strict=True)
+    def _models(self, leaves: Sequence[Tensor]) -> list[Leaves]:
+        """The leaves of one model after another, model by model."""
+        count = len(self.shapes)
+        return [tuple(leaves[i : i + count]) for i in range(0, len(leaves), count)]
+
+    def _each(self, models: Sequence[Leaves], x: Tensor, keys: Tensor | None, lead: torch.Size) -> Tensor:
+        """One model after another, as plain PyTorch would; the last dimension of x before its samples may be 1."""
+        xs = _unbound(x.expand(*lead, *x.shape[len(lead) :]), len(lead))
+        each_keys = [None] * len(xs) if keys is None else _unbound(keys.expand(*lead, keys.shape[-1]), len(lead))
+        each = zip(models, xs, each_keys, strict=True)
         return torch.stack([self._one(*model) for model in each]).unflatten(0, lead)
 
     def _one(self, leaves: Leaves, x: Tensor, keys: Tensor | None) -> Tensor:
@@ -229,8 +251,17 @@ def _differentiated(cost: Cost) -> Slope:
     return slope
 
 
-def _stack_lead(t: Tensor, lead: torch.Size) -> Tensor:
-    return t.expand(*lead, *t.shape[len(lead) :]).flatten(0, len(lead) - 1)
+def _unbound(t: Tensor, lead: int) -> list[Tensor]:
+    """Views of a tensor, one for each place in its first dimensions."""
+    pieces = [t]
+    for _ in range(lead):
+        pieces = [part for piece in pieces for part in piece.unbind()]
+    return pieces
+
+
+def _by_model(leaves: Leaves, lead: torch.Size) -> list[Tensor]:
+    """Views of the leaves of one model after another."""
+    return [piece for model in zip(*(_unbound(leaf, len(lead)) for leaf in leaves), strict=True) for piece in model]
 
 
 def _as_grid(t: Tensor, lead: torch.Size) -> Tensor:

@@ -106,13 +106,14 @@ def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     """One step of both models on one minibatch, both gradients at theta_i^{r,t} before its step."""
     models, lead = local.models, hyper.eta.dim()
     needed = method.parts.momentum or local.correction
-    momenta = momentum(hyper.gamma, local.momenta, local.correction) if needed else no_momentum(local.momenta)
     keys = None if samples.keys is None else samples.keys.unsqueeze(lead)
-    given = (method, hyper, models, samples)
-    slope = partial(step_slope, *given) if method.costs.closed_form else None
-    costs = method.network.add_gradient(
-        momenta, models, samples.x.unsqueeze(lead), keys, partial(step_costs, *given), slope
-    )
+    given, x = (method, hyper, models, samples), samples.x.unsqueeze(lead)
+    if not needed and not method.network.batched:
+        costs, momenta = method.network.gradient(models, x, keys, partial(step_costs, *given))
+    else:
+        momenta = momentum(hyper.gamma, local.momenta, local.correction) if needed else no_momentum(local.momenta)
+        slope = partial(step_slope, *given) if method.costs.closed_form else None
+        costs = method.network.add_gradient(momenta, models, x, keys, partial(step_costs, *given), slope)
     descend(models, _etas(method, hyper), momenta)
     return local._replace(costs=local.costs + costs)
 

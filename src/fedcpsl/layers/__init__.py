@@ -15,6 +15,7 @@ from fedcpsl.layers.walk import (
     is_convolution,
     is_matmul,
     is_parameter_free,
+    pool_before_relu,
     runs_without_vmap,
     walk,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "is_convolution",
     "is_matmul",
     "is_parameter_free",
+    "pool_before_relu",
     "runs_without_vmap",
     "walk",
 ]

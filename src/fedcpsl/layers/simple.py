@@ -30,12 +30,10 @@ def dropout(module: KeyedDropout, x: Tensor, keys: Tensor | None, arithmetic: Ar
     kernels = own_kernels(arithmetic, x) if module.p < 1 else None
     if kernels:
         return kernels.dropout(module, x, keys), lambda gradient, _: kernels.dropout(module, gradient, keys)
+    if module.p == 1:
+        return x * 0, lambda gradient, _: gradient * 0
     kept = kept_by(module, keys.flatten(), x.flatten(0, 2)).unflatten(0, x.shape[:3])
-
-    def drop(t: Tensor) -> Tensor:
-        return t * kept / (1 - module.p) if module.p < 1 else t * 0
-
-    return drop(x), lambda gradient, _: drop(gradient)
+    return x * kept, lambda gradient, _: gradient * kept
 
 
 def pooling(layer: Layer, x: Tensor, arithmetic: Arithmetic) -> tuple[Tensor, Pull]:

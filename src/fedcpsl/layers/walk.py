@@ -59,6 +59,15 @@ def _with_relus_taken_in(layers: list[Layer]) -> list[Layer]:
     return joined
 
 
+def pool_before_relu(module: nn.Module) -> None:
+    """Swap every ReLU with the max pooling after it, in place: the same values and gradients, of fewer numbers."""
+    for part in module.modules():
+        if type(part) is nn.Sequential:
+            for i in range(len(part) - 1):
+                if type(part[i]) is nn.ReLU and is_pooling(Layer(part[i + 1], {})):
+                    part[i], part[i + 1] = part[i + 1], part[i]
+
+
 def is_matmul(layer: Layer) -> bool:
     return isinstance(layer.module, nn.Linear) and "weight" in layer.names
 

@@ -29,12 +29,14 @@ from fedcpsl.runs.files import write_whole
 from fedcpsl.runs.leader import begin, go_on
 from fedcpsl.runs.manifest import environment, make_manifest, now
 from fedcpsl.schedule import stream
+from fedcpsl.settings import AUTO, Run
 from fedcpsl.simulation import Setup, State, prepare, simulate_together
 from fedcpsl.simulation.memory import slots_that_fit
 from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.rounds import settle
 from fedcpsl.simulation.setup import choose_eta, choose_eta_lc
 from fedcpsl.simulation.stock import choose_tested_count
+from fedcpsl.simulation.timing import Layout, fastest, laid_out
 
 
 class Experiment(NamedTuple):
@@ -74,6 +76,7 @@ def build(config: Config, source: Source | None = None, beside: Experiment | Non
     setup = prepare(
         federation, model, config.algorithm, config.work, config.run, beside=beside.setup if beside else None
     )
+    setup = _as_beside(setup, beside.setup, config.run) if beside else fastest(setup, config.run)
     switches = ("unlabelled", "personal", "control_variates", "momentum", "normalised")
     parts = {name: getattr(setup.kept_method.parts, name) for name in switches}
     if config.run.gaps and setup.method.parts.alone:
@@ -85,6 +88,7 @@ def build(config: Config, source: Source | None = None, beside: Experiment | Non
     run = replace(
         config.run,
         executor=setup.executor,
+        slots=setup.slots,
         processes=setup.processes,
         store=setup.store,
         device=where,
@@ -92,6 +96,18 @@ def build(config: Config, source: Source | None = None, beside: Experiment | Non
     )
     work = replace(config.work, active=setup.work.active)
     return Experiment(replace(config, algorithm=algorithm, run=run, work=work), federation, setup)
+
+
+def _as_beside(setup: Setup, other: Setup, run: Run) -> Setup:
+    """What another run has found fastest, where it is left to us."""
+    return laid_out(
+        setup,
+        Layout(
+            other.executor if run.executor == AUTO else setup.executor,
+            run.slots or other.slots,
+            other.processes if run.processes == AUTO else setup.processes,
+        ),
+    )
 
 
 class Member(NamedTuple):

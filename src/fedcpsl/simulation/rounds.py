@@ -111,9 +111,10 @@ def next_states(
     ]
     all_finished = list(run(asks, ground))
     settle(states)  # the round before is done by now; whatever is not finite in this one is found in the next
-    totals: list[list[Sum]] = [[] for _ in states]
+    totals: list[Sum | None] = [None] * len(states)
     for counted_in, counted in keep_and_count(states, asks, all_finished):
-        totals[counted_in].append(counted)
+        before = totals[counted_in]
+        totals[counted_in] = counted if before is None else Sum(*map(torch.Tensor.add_, before, counted))
     after = []
     for run_number, (state, plan, ask, total) in enumerate(zip(states, plans, asks, totals, strict=True)):
         own = [finished for finished in all_finished if finished.run == run_number]
@@ -125,11 +126,10 @@ def next_states(
     return after
 
 
-def _after(state: State, plan: Sequence[DeviceRound], ask: Ask, totals: list[Sum], own: Sequence[Finished]) -> State:
+def _after(state: State, plan: Sequence[DeviceRound], ask: Ask, total: Sum | None, own: Sequence[Finished]) -> State:
     """The state once the server has counted the round's uploads."""
     setup, server, working = state.setup, state.server, ask.plan
-    if totals:
-        total = totals[0] if len(totals) == 1 else Sum(*(sum(f[1:], f[0]) for f in zip(*totals, strict=True)))
+    if total:
         server = setup.algorithm.apply(setup.method, server, total, len(setup.roster(state.round)))
     active_rounds = state.active_rounds.copy()
     active_rounds[[task.device for task in working if not task.personal]] += 1

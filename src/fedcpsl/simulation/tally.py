@@ -21,7 +21,10 @@ Arrived = tuple[Finished, list[int]]  # and which of its devices' uploads were n
 def keep_and_count(
     states: Sequence[State], asks: Sequence[Ask], all_finished: Sequence[Finished]
 ) -> Iterator[tuple[int, Sum]]:
-    """Store what devices keep, and yield what is counted, with the run; runs of one method are worked out at once."""
+    """Store what devices keep, and yield what is counted, with the run; runs of one method are worked out at once.
+
+    On a CPU piece by piece: putting pieces together would copy every upload.
+    """
     alike: dict[Any, list[Arrived]] = {}
     for finished in all_finished:
         state = states[finished.run]
@@ -33,7 +36,8 @@ def keep_and_count(
             key = (state.setup.algorithm, id(method.network.module), method[1:])
             alike.setdefault(key, []).append((finished, arrived))
     for pieces in alike.values():
-        yield from _count(states, asks, pieces)
+        for some in [pieces] if pieces[0][0].costs.is_cuda else [[piece] for piece in pieces]:
+            yield from _count(states, asks, some)
 
 
 def _count(states: Sequence[State], asks: Sequence[Ask], pieces: Sequence[Arrived]) -> Iterator[tuple[int, Sum]]:
@@ -78,6 +82,8 @@ def _together(
 
 def _sums(t: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
     """Sums over pieces of the first dimension."""
+    if set(counts) == {1}:
+        return t.unbind()
     if len(set(counts)) == 1:
         return t.view(len(counts), counts[0], *t.shape[1:]).sum(1).unbind()
     return [piece.sum(0) for piece in t.split(list(counts))]

@@ -1,7 +1,7 @@
 """Local rounds on several processes: on a CPU each core then works alone, without waiting for the others.
 
-The workers are forked once, after the data is in place, so nothing but schedules and results passes between them;
-device states, pseudo-labels and the broadcast lie in memory that all of them see.
+The workers are forked once, after the data is in place, so nothing but schedules and notes passes between them; device
+states, pseudo-labels, the broadcast and what devices upload lie in memory that all of them see.
 """
 
 import gc
@@ -19,14 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedcpsl.algorithm import Device, Upload, map_tensors
+from fedcpsl.algorithm import Device, map_tensors
 from fedcpsl.errors import RunError
 from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation.capture import captured_steps
 from fedcpsl.simulation.exchange import exchanged
-from fedcpsl.simulation.executors import Finished, LocalRounds, all_finite, local_rounds
+from fedcpsl.simulation.executors import Finished, LocalRounds, local_rounds
 from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.slots import Ask, Ground
+from fedcpsl.simulation.tray import Tray, found, leave, tray_of
 
 
 @contextmanager
@@ -50,8 +51,9 @@ def shared_rounds(asks: Sequence[Ask], ground: Ground) -> Iterator[tuple[list[De
         )
         for ask in asks
     ]
-    with _forked(setup.processes, asks, ground) as pipes:
-        yield [ask.devices for ask in asks], ground, partial(_run_shared, pipes, asks)
+    trays = [tray_of(ask) for ask in asks]
+    with _forked(setup.processes, asks, ground, trays) as pipes:
+        yield [ask.devices for ask in asks], ground, partial(_run_shared, pipes, asks, trays)
 
 
 def _run_on_ranks(here: LocalRounds, asks: Sequence[Ask], ground: Ground) -> Iterator[Finished]:
@@ -63,13 +65,14 @@ def _run_on_ranks(here: LocalRounds, asks: Sequence[Ask], ground: Ground) -> Ite
 
 
 @contextmanager
-def _forked(count: int, asks: Sequence[Ask], ground: Ground) -> Iterator[list[Connection]]:
+def _forked(count: int, asks: Sequence[Ask], ground: Ground, trays: Sequence[Tray]) -> Iterator[list[Connection]]:
     """Worker processes that know the runs, and the pipes to them."""
     pipes: list[Connection] = []
     processes = []
     for _ in range(count):
         ours, theirs = get_context("fork").Pipe()
-        process = get_context("fork").Process(target=_work, args=(theirs, [*pipes, ours], asks, ground), daemon=True)
+        given = (theirs, [*pipes, ours], asks, ground, trays)
+        process = get_context("fork").Process(target=_work, args=given, daemon=True)
         with warnings.catch_warnings():  # forking beside idle threads: the child starts none and uses no lock of theirs
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
@@ -87,18 +90,20 @@ def _forked(count: int, asks: Sequence[Ask], ground: Ground) -> Iterator[list[Co
 
 
 def _run_shared(
-    pipes: Sequence[Connection], boards: Sequence[Ask], asks: Sequence[Ask], _: Ground
+    pipes: Sequence[Connection], boards: Sequence[Ask], trays: Sequence[Tray], asks: Sequence[Ask], _: Ground
 ) -> Iterator[Finished]:
-    """The runs' slots over the workers; what was broadcast goes over memory that they share."""
+    """The runs' slots over the workers; what is broadcast and what comes back go over memory that they share."""
     for board, ask in zip(boards, asks, strict=True):
         map_tensors(lambda mine, new: mine.copy_(new), board.broadcast, ask.broadcast)
     shares = share_out(asks, len(pipes))
+    rows = [0] * len(asks)
     for pipe, share in zip(pipes, shares, strict=True):
-        _ask(pipe.send, share)
+        _ask(pipe.send, (share, rows))
+        rows = [first + len(plan) for first, plan in zip(rows, share, strict=True)]
     with _one_thread():
         for pipe in pipes:
             while (answer := _ask(pipe.recv)) is not None:
-                yield _received(answer)
+                yield found(trays, answer)
 
 
 @contextmanager
@@ -132,7 +137,9 @@ def _shared(tensor: Tensor) -> Tensor:
     return copy.copy_(tensor)
 
 
-def _work(pipe: Connection, others: list[Connection], asks: Sequence[Ask], ground: Ground) -> None:
+def _work(
+    pipe: Connection, others: list[Connection], asks: Sequence[Ask], ground: Ground, trays: Sequence[Tray]
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for other in others:  # so that the pipe ends when the main process does, however it ends
@@ -143,16 +150,17 @@ def _work(pipe: Connection, others: list[Connection], asks: Sequence[Ask], groun
     try:
         while True:
             gc.collect()
-            _answer(pipe, asks, ground)
+            _answer(pipe, asks, ground, trays)
     except (EOFError, BrokenPipeError, ConnectionResetError):  # the main process is gone or has stopped listening
         os._exit(0)
 
 
-def _answer(pipe: Connection, asks: Sequence[Ask], ground: Ground) -> None:
-    plans = pipe.recv()
+def _answer(pipe: Connection, asks: Sequence[Ask], ground: Ground, trays: Sequence[Tray]) -> None:
+    plans, rows = pipe.recv()
     try:
         for finished in local_rounds([a._replace(plan=plan) for a, plan in zip(asks, plans, strict=True)], ground):
-            pipe.send(_sendable(finished))
+            pipe.send(leave(trays[finished.run], rows[finished.run], finished))
+            rows[finished.run] += len(finished.group)
         for ask in asks:
             if ask.sparse:
                 ask.sparse.release()
@@ -171,15 +179,3 @@ def _ask(call: Callable[..., Any], *arguments: Any) -> Any:
     if isinstance(answer, Exception):
         raise answer
     return answer
-
-
-def _sendable(finished: Finished) -> tuple[Any, ...]:
-    device, upload = (tuple(tensor.numpy() for tensor in state) for state in (finished.device, finished.upload))
-    return finished.run, finished.group, device, upload, finished.costs.numpy()
-
-
-def _received(sent: tuple[Any, ...]) -> Finished:
-    run, group, device, upload, costs = sent
-    own = Device(*map(torch.from_numpy, device)), Upload(*map(torch.from_numpy, upload))
-    costs = torch.from_numpy(costs)
-    return Finished(run, group, *own, costs, all_finite(*own, costs))

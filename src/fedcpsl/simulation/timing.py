@@ -1,0 +1,147 @@
+"""Which way of computing is fastest here: `auto` on a CPU, found by timing a few real steps before a long run."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from fedcpsl import settings
+from fedcpsl.algorithm import Device, map_tensors
+from fedcpsl.schedule import DeviceRound, draw_tasks
+from fedcpsl.simulation.ranks import world
+from fedcpsl.simulation.setup import Setup
+from fedcpsl.simulation.slots import Ask, ground_of
+from fedcpsl.simulation.workers import shared_rounds
+
+LONG = 2e12  # operations of all local steps from which on a run is worth timing: some ten seconds
+BUDGET = 2.0  # seconds after which no other layout is tried
+FIRST, SECOND = 0.06, 0.15  # seconds of steps: of every layout, then of the best ones
+FINALISTS, TURNS = 3, 2
+CLEARLY = 1.15  # times as fast as the first candidate, to be taken instead: timings are never quite the same
+SLOTS = (1, 2, 4)  # side by side, beside all
+MANY = 8  # devices that a trial has, if a round has as many
+ONE_STEP = 1e10  # operations of one step of a trial's devices, from which on it has no more than those
+
+
+class Layout(NamedTuple):
+    """A way to compute: devices side by side or not, how many at most (0: all), and on how many processes."""
+
+    executor: str
+    slots: int
+    processes: int
+
+    def __str__(self) -> str:
+        side_by_side = f", {self.slots or 'all'} side by side" if self.executor == "vectorised" else ""
+        return f"{self.executor}{side_by_side}, {self.processes} process{'es' if self.processes > 1 else ''}"
+
+
+Speed = Callable[[Setup, Layout, float], float]  # device-steps per second, measured for so many seconds
+
+
+def fastest(setup: Setup, run: settings.Run) -> Setup:
+    """The setup as it is, or in the fastest layout, where that is left to us and the run is worth the search."""
+    candidates = candidates_for(setup, run)
+    if len(candidates) < 2 or operations(setup) < LONG:
+        return setup
+    return laid_out(setup, quickest(setup, candidates, device_steps_per_second))
+
+
+def candidates_for(setup: Setup, run: settings.Run) -> list[Layout]:
+    """The layouts that the settings leave open, the one that would be taken untimed first; that alone off a CPU."""
+    untimed = Layout(setup.executor, setup.slots, setup.processes)
+    open_ends = settings.AUTO in (run.executor, run.processes)
+    if not open_ends or setup.shelf.where.type != "cpu" or world()[1] > 1 or setup.supply is not None:
+        return [untimed]
+    processes = list(dict.fromkeys([setup.processes, 1])) if run.processes == settings.AUTO else [setup.processes]
+    executors = ["sequential", "vectorised"] if run.executor == settings.AUTO else [run.executor]
+    found = [untimed]
+    for count in processes:
+        share = -(-setup.work.active // count)  # of each process
+        wide = [0, *(n for n in SLOTS if n < share)] if not run.slots else [run.slots]
+        found += [
+            Layout(executor, slots, count)
+            for executor in executors
+            for slots in (wide if executor == "vectorised" else [run.slots])
+        ]
+    return list(dict.fromkeys(found))
+
+
+def operations(setup: Setup) -> float:
+    """Of all local steps, about."""
+    some = _plan(setup, min(setup.work.active, 10), None)
+    steps = sum(task.steps for task in some) / max(1, len(some))
+    devices = setup.rounds * setup.work.active + setup.personal_rounds * setup.devices
+    return operations_of_step(setup) * steps * devices
+
+
+def operations_of_step(setup: Setup) -> float:
+    """Of one device: three passes (there and, twice as long, back) of every model over a minibatch."""
+    example = setup.shelf.inputs.take(setup.shelf.source[:1])
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        setup.method.network.module(example)
+    models = 2 if setup.kept_method.parts.personal and not setup.method.parts.alone else 1
+    return 3.0 * counter.get_total_flops() * models * sum(setup.batch_widths)
+
+
+def quickest(setup: Setup, candidates: Sequence[Layout], speed: Speed) -> Layout:
+    """The layout with most device-steps per second: all are tried for a moment, the best of them for longer.
+
+    The first candidate stays unless another is clearly faster, so that noise does not choose.
+    """
+    began, tried = time.monotonic(), dict[Layout, float]()
+    for layout in candidates:
+        if not tried or time.monotonic() - began < BUDGET:
+            tried[layout] = speed(setup, layout, FIRST)
+    first, *finalists = sorted(tried, key=lambda layout: (layout != candidates[0], -tried[layout]))[:FINALISTS]
+    speeds = dict(tried)
+    if time.monotonic() - began < BUDGET:
+        turns = [[speed(setup, layout, SECOND) for layout in (first, *finalists)] for _ in range(TURNS)]
+        speeds = dict(zip((first, *finalists), map(max, zip(*turns, strict=True)), strict=True))
+    best = max(speeds, key=lambda layout: speeds[layout] * (CLEARLY if layout == first else 1))
+    timings = "; ".join(f"{layout}: {rate:.4g}" for layout, rate in (tried | speeds).items())
+    logging.getLogger("fedcpsl").info("auto: %s; device-steps per second: %s", best, timings)
+    return best
+
+
+def laid_out(setup: Setup, layout: Layout) -> Setup:
+    """The setup in a given layout."""
+    vectorised = layout.executor == "vectorised"
+    setup.method.network.batched = vectorised
+    return setup._replace(vectorised=vectorised, slots=layout.slots, processes=layout.processes)
+
+
+def device_steps_per_second(setup: Setup, layout: Layout, seconds: float) -> float:
+    """Measured with the devices of one round and the processes themselves, on states that are thrown away."""
+    before = setup.method.network.batched
+    trial = laid_out(setup, layout)
+    count = min(setup.work.active, max(MANY, int(ONE_STEP / operations_of_step(setup))))
+    broadcast = setup.algorithm.broadcast(setup.algorithm.init_server(setup.method))
+    kept = setup.algorithm.init_device(setup.kept_method, broadcast)
+    devices: Device = map_tensors(lambda t: t.expand(count, -1).clone(), kept)
+    ask = Ask(trial, (), devices, broadcast)
+    best, steps = 0.0, 1
+    try:
+        with shared_rounds([ask], ground_of(trial.shelf, trial.shelf.one_hot.clone())) as (own, ground, run):
+            for share in (0.2, 1.0, 0.0):  # the first warms up; each says how many steps the next one takes
+                plan = _plan(trial, count, steps)
+                began = time.perf_counter()
+                for _ in run([ask._replace(plan=plan, devices=own[0])], ground):
+                    pass
+                spent = time.perf_counter() - began
+                done = sum(task.steps for task in plan)
+                best = max(best, done / spent)
+                steps = max(1, int(share * seconds / spent * steps))
+    finally:
+        setup.method.network.batched = before
+    return best
+
+
+def _plan(setup: Setup, count: int, steps: int | None) -> list[DeviceRound]:
+    """Tasks of the first devices, of so many steps or of a round's; none of them renews its labels."""
+    work = setup.work if steps is None else setup.work._replace(unit="steps", amount=steps)
+    dropout, unlabelled = setup.method.network.has_dropout, setup.method.parts.unlabelled
+    plan = draw_tasks(setup.seed, 0, range(count), setup.sizes, work, unlabelled=unlabelled, dropout=dropout)
+    return [task._replace(relabels=False) for task in plan if task.steps]
