@@ -145,6 +145,7 @@ def _fill(stage: Stage, hyper: Hyper, local: Local, feed: Feed) -> None:
 
 def _capture(program: Program, stage: Stage, width: int, steps: int, memory: Any) -> Any:
     """Some steps of the first `width` slots as a graph; it leaves the stage in disorder."""
+
     def take_steps() -> None:
         # new objects, so that whatever depends on them is computed inside the graph and not remembered from before
         hyper: Hyper = map_tensors(lambda t: t[:width], stage.hyper)

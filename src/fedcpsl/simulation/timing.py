@@ -122,21 +122,25 @@ def device_steps_per_second(setup: Setup, layout: Layout, seconds: float) -> flo
     kept = setup.algorithm.init_device(setup.kept_method, broadcast)
     devices: Device = map_tensors(lambda t: t.expand(count, -1).clone(), kept)
     ask = Ask(trial, (), devices, broadcast)
-    best, steps = 0.0, 1
+    steps, rounds = 1, list[tuple[int, float]]()
     try:
         with shared_rounds([ask], ground_of(trial.shelf, trial.shelf.one_hot.clone())) as (own, ground, run):
-            for share in (0.2, 1.0, 0.0):  # the first warms up; each says how many steps the next one takes
+            for share in (0.2, 1.0, 0.0):  # the first round warms up; each says how many steps the next one takes
                 plan = _plan(trial, count, steps)
                 began = time.perf_counter()
                 for _ in run([ask._replace(plan=plan, devices=own[0])], ground):
                     pass
-                spent = time.perf_counter() - began
-                done = sum(task.steps for task in plan)
-                best = max(best, done / spent)
-                steps = max(1, int(share * seconds / spent * steps))
+                rounds.append((sum(task.steps for task in plan), time.perf_counter() - began))
+                steps = max(1, int(share * seconds / rounds[-1][1] * steps))
     finally:
         setup.method.network.batched = before
-    return best
+    return _rate(*rounds[1:])
+
+
+def _rate(short: tuple[int, float], long: tuple[int, float]) -> float:
+    """Steps per second from the steps and seconds of two rounds, without what a round takes whatever its steps."""
+    more, later = long[0] - short[0], long[1] - short[1]
+    return more / later if later > 0 and 2 * more > long[0] else max(short[0] / short[1], long[0] / long[1])
 
 
 def _plan(setup: Setup, count: int, steps: int | None) -> list[DeviceRound]:
