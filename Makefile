@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-.PHONY: demo test check lint docs bench bench-devices bench-processes bench-gpu bench-peers uplink large-table clean
+.PHONY: demo test check lint docs bench bench-cifar bench-devices bench-processes bench-gpu bench-peers uplink large-table clean
 
 demo: .venv/ready
 	$(BIN)/fedcpsl run
@@ -26,6 +26,9 @@ check: lint docs test
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/mnist_cpu.py
+
+bench-cifar: .venv/ready
+	$(BIN)/python benchmarks/cifar_cpu.py
 
 bench-processes: .venv/ready
 	$(BIN)/python benchmarks/processes.py

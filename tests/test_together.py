@@ -12,6 +12,7 @@ from fedcpsl.evaluation import evaluate, evaluate_together
 from fedcpsl.examination import examiner
 from fedcpsl.simulation import prepare, simulate, simulate_together
 from fedcpsl.simulation.executors import groups
+from fedcpsl.simulation.memory import slots_that_fit
 from fedcpsl.simulation.rounds import draw_plan, initial_state
 from fedcpsl.simulation.slots import Ask, common_ground
 
@@ -173,3 +174,13 @@ def test_on_a_gpu_a_captured_evaluation_is_the_evaluation(work):
             losses = found.pop("losses"), wanted.pop("losses")
             assert found == wanted
             assert losses[0] == pytest.approx(losses[1], rel=1e-9, nan_ok=True)
+
+
+def test_a_cpu_takes_no_more_side_by_side_than_its_caches_hold(monkeypatch):
+    run = config.Run(executor="vectorised", processes=2, device="cpu")
+    made = setups(run, cases=CASES[:4])  # 2, 3, 4 and 2 active devices: 6 for one of two processes
+    monkeypatch.setattr("fedcpsl.simulation.memory.CACHES", 5 * 4 * made[0].method.network.initial.numel() * 6)
+    assert slots_that_fit(made) == 0
+    monkeypatch.setattr("fedcpsl.simulation.memory.CACHES", 5 * 4 * made[0].method.network.initial.numel() * 4)
+    assert slots_that_fit(made) == 4
+    assert slots_that_fit(made[:1]) == 0

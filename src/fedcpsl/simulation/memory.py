@@ -14,6 +14,8 @@ from fedcpsl.simulation.store import free_bytes
 
 SHARE = 0.6  # of the free memory that is planned with
 COPIES = 3  # of what one step needs: as captured, as begun and as finished
+CACHES = 16 << 20  # bytes that a core of a CPU works on without waiting for memory, about
+STATES_OF_SLOT = 5  # two models, two momenta, a correction
 
 
 def runs_that_fit(setup: Setup) -> int:
@@ -35,13 +37,20 @@ def runs_that_fit(setup: Setup) -> int:
 
 
 def slots_that_fit(setups: Sequence[Setup]) -> int:
-    """How many devices of these runs go side by side on a GPU: 0 for all, or as many as one step's memory allows."""
+    """How many devices of these runs go side by side: 0 for all, or as many as there is room for.
+
+    On a GPU that is what one step's memory allows, measured; on a CPU what its caches hold of models and momenta.
+    """
     setup = setups[0]
-    if setup.shelf.where.type != "cuda" or not setup.vectorised:
+    if not setup.vectorised:
         return 0
     needed = sum(s.devices if s.method.parts.everyone or s.personal_rounds else s.work.active for s in setups)
-    most = max(1, int(SHARE * free_bytes(setup.shelf.where) / (COPIES * max(bytes_per_slot(setup), 1))))
-    return 0 if needed <= most else most
+    if setup.shelf.where.type == "cuda":
+        most = int(SHARE * free_bytes(setup.shelf.where) / (COPIES * max(bytes_per_slot(setup), 1)))
+    else:
+        needed = -(-needed // setup.processes)
+        most = CACHES // (STATES_OF_SLOT * _bytes(setup.method.network.initial))
+    return 0 if needed <= max(1, most) else max(1, most)
 
 
 def bytes_per_slot(setup: Setup) -> int:

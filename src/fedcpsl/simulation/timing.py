@@ -46,7 +46,10 @@ def fastest(setup: Setup, run: settings.Run) -> Setup:
     candidates = candidates_for(setup, run)
     if len(candidates) < 2 or operations(setup) < LONG:
         return setup
-    return laid_out(setup, quickest(setup, candidates, device_steps_per_second))
+    best = quickest(setup, candidates, device_steps_per_second)
+    if best.executor == "vectorised" and not best.slots:
+        best = best._replace(slots=setup.work.active)  # as many as were timed, in company too
+    return laid_out(setup, best)
 
 
 def candidates_for(setup: Setup, run: settings.Run) -> list[Layout]:
