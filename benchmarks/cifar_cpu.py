@@ -14,19 +14,17 @@ import json
 import multiprocessing
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from math import log
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch
-from mnist_cpu import matmul_rate
+from mnist_cpu import about, matmul_rate
 from torch import Tensor, nn
 
 from fedcpsl import Algorithm, Federation, Run, Work, prepare
 from fedcpsl.models import cnn
-from fedcpsl.runs.manifest import cpu_name, git_commit
 from fedcpsl.simulation import timing
 
 DEVICES, BATCH = 2, 64
@@ -155,12 +153,7 @@ def main() -> None:
         print(f"{name:<28} {1e3 * value:7.1f} ms a device-step, {100 * shares[name]:5.1f} % of the matmul rate")
     print(f"fedcpsl is {best_plain / middle['fedcpsl']:.2f} times as fast; matmul {median(rates) / 1e9:.1f} GFLOP/s")
     if chosen.out:
-        result = {
-            "date": datetime.now(UTC).date().isoformat(),
-            "cpu": cpu_name(),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "git_commit": git_commit(),
+        result = about() | {
             "milliseconds": {name: [round(1e3 * s, 2) for s in each] for name, each in seconds.items()},
             "share": {name: round(share, 3) for name, share in shares.items()},
             "times_as_fast": round(best_plain / middle["fedcpsl"], 3),

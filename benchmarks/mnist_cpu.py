@@ -102,6 +102,17 @@ def measure(executor: str, rounds: int, active: int) -> dict[str, float | str | 
     }
 
 
+def about() -> dict[str, str | int | None]:
+    """What a CPU's results are written with."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "git_commit": git_commit(),
+    }
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--rounds", type=int, default=100)
@@ -121,15 +132,7 @@ def main() -> None:
         )
     ratio = float(runs[0]["gflops"]) / float(runs[1]["gflops"])
     print(f"vectorised is {ratio:.2f} times as fast as sequential, per step")
-    result = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "cpu": cpu_name(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "git_commit": git_commit(),
-        "runs": runs,
-        "vectorised_over_sequential": round(ratio, 2),
-    }
+    result = about() | {"runs": runs, "vectorised_over_sequential": round(ratio, 2)}
     if chosen.out:
         chosen.out.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -14,14 +14,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-from mnist_cpu import ROOT, flop_per_step, matmul_rate
-
-from fedcpsl.runs.manifest import cpu_name, git_commit
+from mnist_cpu import ROOT, about, flop_per_step, matmul_rate
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 WAYS = [("processes", 1), ("processes", 2), ("ranks", 1), ("ranks", 2)]
@@ -68,12 +64,7 @@ def main() -> None:
             f" {one['seconds_a_round']:>7.3f} s a round, {faster:.2f} times the rounds of one, "
             f"{100 * one['share']:.1f} % of {one['matmul_gflops']:.0f} GFLOP/s"
         )
-    result = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "cpu": cpu_name(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "git_commit": git_commit(),
+    result = about() | {
         "rounds": chosen.rounds,
         "active": chosen.active,
         "runs": [{"way": way, "count": count} | one for (way, count), one in best.items()],

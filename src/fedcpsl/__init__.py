@@ -25,6 +25,7 @@ _HOMES = {
     "logistic": "fedcpsl.models",
     "prepare": "fedcpsl.simulation",
     "simulate": "fedcpsl.simulation",
+    "simulate_together": "fedcpsl.simulation",
     "evaluate": "fedcpsl.evaluation",
     "objectives": "fedcpsl.theory",
     "gap": "fedcpsl.theory",
