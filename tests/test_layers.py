@@ -8,6 +8,7 @@ from torch import nn
 from torch.func import functional_call
 
 from fedcpsl.dropout import KeyedDropout, with_keyed_dropout
+from fedcpsl.each import has_triton
 from fedcpsl.layers import Arithmetic, backward, bind, differentiated_by_hand, forward, walk
 from fedcpsl.models import cnn, mlp
 from fedcpsl.network import Network
@@ -270,3 +271,11 @@ def test_one_after_another_is_plain_pytorch_for_any_module():
         network = Network(module, x, 3)
         expected = torch.log_softmax(module.double()(x), -1)
         assert torch.allclose(network.log_probabilities(network.initial, x), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gpu_without_triton_is_told_once(monkeypatch, caplog):
+    monkeypatch.setattr("fedcpsl.each.find_spec", lambda name: None)
+    has_triton.cache_clear()
+    assert [has_triton(), has_triton()] == [False, False]
+    has_triton.cache_clear()
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["Triton is not installed"]

@@ -1,6 +1,9 @@
 """Arithmetic on all leaves of a model at once, with one number per slot: many small operations as one."""
 
+import logging
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 
 import torch
@@ -68,10 +71,14 @@ def _kernels(leaves: Leaves, others: Leaves) -> ModuleType | None:
     return _loaded() if all(leaf.is_contiguous() for leaf in (*leaves, *others)) else None
 
 
-@cache
 def _loaded() -> ModuleType | None:
-    try:
-        from fedcpsl import each_kernels
-    except ImportError:  # PyTorch for some platforms comes without Triton
-        return None
-    return each_kernels
+    return import_module("fedcpsl.each_kernels") if has_triton() else None
+
+
+@cache
+def has_triton() -> bool:
+    """Whether kernels of our own can be compiled; PyTorch for some platforms comes without Triton. Asked on a GPU."""
+    if find_spec("triton"):
+        return True
+    logging.getLogger("fedcpsl").warning("Triton is not installed: PyTorch's own operations are used, which are slower")
+    return False

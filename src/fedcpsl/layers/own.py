@@ -1,13 +1,12 @@
 """Whether kernels of our own can be used: float32 on a CUDA GPU, where Triton is installed."""
 
-from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fedcpsl.each import has_triton
 from fedcpsl.layers.products import Arithmetic
 
 
@@ -20,6 +19,5 @@ def own_kernels(arithmetic: Arithmetic, *tensors: Tensor) -> Any:
     return _launchers()
 
 
-@cache
 def _launchers() -> Any:
-    return import_module("fedcpsl.layers.launch") if find_spec("triton") else None
+    return import_module("fedcpsl.layers.launch") if has_triton() else None
