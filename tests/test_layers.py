@@ -274,7 +274,7 @@ def test_one_after_another_is_plain_pytorch_for_any_module():
 
 
 def test_a_gpu_without_triton_is_told_once(monkeypatch, caplog):
-    monkeypatch.setattr("fedcpsl.each.find_spec", lambda name: None)
+    monkeypatch.setattr("fedcpsl.each.find_spec", lambda _: None)
     has_triton.cache_clear()
     assert [has_triton(), has_triton()] == [False, False]
     has_triton.cache_clear()
