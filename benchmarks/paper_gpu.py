@@ -69,7 +69,7 @@ def measure(config: Config, source: Source, runs: int, rounds: int, executor: st
     experiments: list[Experiment] = []
     for seed in range(runs):
         own = with_settings(config, settings | {"run.seed": seed})
-        experiments.append(build(own, source, experiments[0] if experiments else None))
+        experiments.append(build(own, source, experiments))
     with tempfile.TemporaryDirectory() as folder:
         folders = [Path(folder) / f"seed{seed}" for seed in range(runs)]
         members = [Member(e, f, lambda *_: None) for e, f in zip(experiments, folders, strict=True)]

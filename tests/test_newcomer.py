@@ -183,7 +183,7 @@ def test_a_comparison_goes_on_from_any_folder(desk, monkeypatch):
     np.savez("mine.npz", x=rng.normal(size=(60, 3)), y=np.arange(60) % 2, device=np.arange(60) % 3)
     options = ["--data", "mine.npz", "--algorithms", "fedcpsl,local", "--seeds", "1", "--rounds", "1", "--out", "c"]
     assert run_command(["compare", *options, "--set", "run.processes=1"]) == 0
-    (desk / "c" / "runs" / "local-seed0" / "models.safetensors").unlink()
+    (desk / "c" / "runs" / "local-seed0" / "devices.csv").unlink()
     (desk / "else").mkdir()
     monkeypatch.chdir(desk / "else")
     assert run_command(["compare", "--resume", "../c"]) == 0

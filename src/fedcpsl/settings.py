@@ -211,3 +211,7 @@ class Run:
         also=(AUTO,),
     )
     checkpoint_seconds: float = real(30.0, "seconds between checkpoints; 0: one after every round", 0)
+    keep: str = choice(
+        "models", "what stays of a finished run: models and a last checkpoint too, or not", "models", "metrics"
+    )
+    together: int = whole(0, "most runs of a comparison side by side; 0: as many as fit into memory", 0)

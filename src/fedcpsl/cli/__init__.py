@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from fedcpsl import __version__
-from fedcpsl.cli import compare, data, run, show, sweep, verify
+from fedcpsl.cli import compare, data, paper, run, show, sweep, verify
 from fedcpsl.errors import InputError, RunError, did_you_mean
 from fedcpsl.torchrun import place
 
@@ -22,6 +22,7 @@ examples:
   fedcpsl data --partition dirichlet            who would hold what
   fedcpsl compare --algorithms fedcpsl,apfl,local --seeds 5
   fedcpsl sweep --grid alpha_p=.01,.03,.1 --grid beta=.5,.75
+  fedcpsl paper table --dataset mnist           the paper's table, every cell over 5 seeds
   fedcpsl show runs/*                           past runs
 """
 
@@ -93,6 +94,6 @@ def parser() -> Parser:
     )
     top.add_argument("--version", action="version", version=f"fedcpsl {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
-    for command in (run, data, compare, sweep, show, verify):
+    for command in (run, data, compare, sweep, paper, show, verify):
         command.add(commands)
     return top

@@ -11,9 +11,10 @@ from fedcpsl.config import FLAGS, Config, parse_value, read_config, setting, wit
 from fedcpsl.errors import InputError
 
 
-def add_settings(command: argparse.ArgumentParser, leave_out: Iterable[str] = ()) -> None:
-    """CONFIG.toml, a flag for each main setting, and --set for the rest."""
-    command.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml", help="settings; flags override them")
+def add_settings(command: argparse.ArgumentParser, leave_out: Iterable[str] = (), *, config: bool = True) -> None:
+    """CONFIG.toml (unless the command has files of its own), a flag for each main setting, and --set for the rest."""
+    if config:
+        command.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml", help="settings; flags override it")
     for flag, name in FLAGS.items():
         if flag in leave_out:
             continue
@@ -60,11 +61,16 @@ def typed(name: str, text: str) -> Any:
 def config_of(parsed: argparse.Namespace, more: Mapping[str, Any] = MappingProxyType({})) -> Config:
     """The config that a command's options describe; `more` are settings that options of its own stand for."""
     values = read_config(parsed.config) if parsed.config else {}
+    return with_settings(Config(), values | chosen_settings(parsed) | dict(more))
+
+
+def chosen_settings(parsed: argparse.Namespace) -> dict[str, Any]:
+    """The settings that flags and --set give."""
+    values: dict[str, Any] = {}
     for assignment in parsed.set:
         name, equals, text = assignment.partition("=")
         if not equals or "." not in name:
             raise InputError(f"--set {assignment}: give it as SECTION.KEY=VALUE, for example --set work.amount=5")
         values[name.strip()] = typed(name.strip(), text.strip())
     flagged = {name: getattr(parsed, name, None) for name in FLAGS.values()}
-    values |= {name: typed(name, text) for name, text in flagged.items() if text is not None}
-    return with_settings(Config(), values | dict(more))
+    return values | {name: typed(name, text) for name, text in flagged.items() if text is not None}

@@ -54,11 +54,52 @@ def accuracy_per_device(devices: Sequence[Mapping[str, str]]) -> str:
 
 def curves_of_cases(curves: Mapping[str, tuple[Sequence[int], Any]]) -> str:
     """Personal accuracy by round of several cases, mean and 95 % interval over seeds, as SVG."""
+    figure, axes = _axes(7.6, 4.2)
+    _draw_curves(axes, curves)
+    axes.set(ylim=(0, 101))
+    if axes.lines and len(curves) <= 12:
+        axes.legend(frameon=False, labelcolor=GREY, loc="lower right", ncols=1 + (len(curves) > 6))
+    return _svg(figure)
+
+
+def panels_of_curves(panels: Mapping[str, Mapping[str, tuple[Sequence[int], Any]]]) -> str:
+    """The same, a panel for every set of cases, all on one scale, as SVG."""
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, grid = _figure(1.2 + 4.4 * columns, 0.9 + 3.1 * rows, len(panels), columns)
+    for axes, (title, curves) in zip(grid, panels.items(), strict=True):
+        _draw_curves(axes, curves)
+        axes.set(title=title)
+        axes.title.set_color(GREY)
+    lowest = min((float(line.get_ydata().min()) for axes in grid for line in axes.lines), default=0.0)
+    for axes in grid:
+        axes.set(ylim=(max(0.0, lowest - 3), 101))
+    handles = grid[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=min(4, len(handles[1])), frameon=False, labelcolor=GREY)
+    return _svg(figure)
+
+
+def trend(means: Mapping[str, Sequence[tuple[str, float, float]]], of: str) -> str:
+    """How cases end as something changes: for every row its (label, mean %, half an interval), as SVG."""
+    figure, axes = _axes(7.6, 4.2)
+    labels = [label for label, _, _ in next(iter(means.values()))]
+    for k, (colour, (row, points)) in enumerate(zip(_colours(len(means)), means.items(), strict=True)):
+        places = [labels.index(label) + 0.06 * (k - (len(means) - 1) / 2) for label, _, _ in points]
+        values, spread = [mean for _, mean, _ in points], [half for _, _, half in points]
+        axes.errorbar(
+            places, values, spread, color=colour, label=row, linewidth=1.6, marker="o", markersize=4, capsize=2
+        )
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set(xlabel=of, ylabel="personal accuracy, %")
+    axes.legend(frameon=False, labelcolor=GREY, loc="best")
+    return _svg(figure)
+
+
+def _draw_curves(axes: Any, curves: Mapping[str, tuple[Sequence[int], Any]]) -> None:
     import numpy as np
 
     from fedcpsl.runs.comparison import interval
 
-    figure, axes = _axes(7.6, 4.2)
     shades = _colours(len(curves))
     for colour, (name, (rounds, values)) in zip(shades, curves.items(), strict=True):
         if np.isnan(values).any():  # no device has a test set
@@ -69,10 +110,7 @@ def curves_of_cases(curves: Mapping[str, tuple[Sequence[int], Any]]) -> str:
             spread = 100 * np.array([(interval(column) or {})["half_width"] for column in values.T.tolist()])
             low, high = np.clip(mean - spread, 0, 100), np.clip(mean + spread, 0, 100)
             axes.fill_between(rounds, low, high, color=colour, alpha=0.14, linewidth=0)
-    axes.set(xlabel="round", ylabel="personal accuracy, %", ylim=(0, 101))
-    if axes.lines and len(curves) <= 12:
-        axes.legend(frameon=False, labelcolor=GREY, loc="lower right", ncols=1 + (len(curves) > 6))
-    return _svg(figure)
+    axes.set(xlabel="round", ylabel="personal accuracy, %")
 
 
 def heat_maps(summary: Mapping[str, Any]) -> str:
@@ -93,17 +131,27 @@ def heat_maps(summary: Mapping[str, Any]) -> str:
         row = values[y].index(chosen[y]) if y else 0
         mean = case[judged]["mean"] if case[judged] else np.nan
         panels.setdefault(panel, empty)[row, values[x].index(chosen[x])] = 100 * mean
+    return maps(panels, (_short(x), values[x]), (_short(y) if y else "", values[y] if y else [""]))
+
+
+def maps(panels: Mapping[str, Any], x: tuple[str, Sequence[str]], y: tuple[str, Sequence[str]]) -> str:
+    """Tables of percentages as coloured cells on one scale, with the values of x along and y down, as SVG."""
+    import numpy as np
+
     shape = next(iter(panels.values())).shape
-    figure, grid = _figure(1.6 + 0.9 * shape[1] * len(panels), 1.6 + 0.55 * shape[0], len(panels))
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    size = 1.6 + 0.9 * shape[1] * columns, (1.6 + 0.55 * shape[0]) * rows
+    figure, grid = _figure(*size, len(panels), columns)
     low, high = np.nanmin(list(panels.values())), np.nanmax(list(panels.values()))
     for axes, (panel, cells) in zip(grid, panels.items(), strict=True):
         axes.imshow(cells, cmap="viridis", vmin=low, vmax=max(high, low + 1e-9), aspect="auto")
         for (r, c), value in np.ndenumerate(cells):
             dark = value < (low + high) / 2
             axes.text(c, r, f"{value:.1f}", ha="center", va="center", color="white" if dark else "black", fontsize=9)
-        axes.set_xticks(range(shape[1]), values[x])
-        axes.set_yticks(range(shape[0]), values[y] if y else [""])
-        axes.set(xlabel=_short(x), ylabel=_short(y) if y else "", title=panel)
+        axes.set_xticks(range(shape[1]), x[1])
+        axes.set_yticks(range(shape[0]), y[1])
+        axes.set(xlabel=x[0], ylabel=y[0], title=panel)
         axes.title.set_color(GREY)
         axes.grid(False)
     return _svg(figure)
@@ -148,6 +196,8 @@ def _colours(count: int) -> list[Any]:
         "#16a2a8",
         "#7f8c1d",
         "#5d4037",
+        "#e0a100",
+        "#2c3e50",
     ]
     return fixed[:count] if count <= len(fixed) else [matplotlib.colormaps["viridis"](i / count) for i in range(count)]
 
@@ -161,15 +211,19 @@ def _axes(width: float, height: float) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _figure(width: float, height: float, panels: int) -> tuple[Any, Sequence[Any]]:
-    """A figure whose background is the page's, with panels side by side."""
+def _figure(width: float, height: float, panels: int, columns: int = 0) -> tuple[Any, Sequence[Any]]:
+    """A figure whose background is the page's, with panels side by side, or in so many columns."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="none")
-    grid = figure.subplots(1, panels, squeeze=False)[0]
+    columns = columns or panels
+    places = figure.subplots(-(-panels // columns), columns, squeeze=False).flatten()
+    for empty in places[panels:]:
+        empty.set_axis_off()
+    grid: Sequence[Any] = list(places[:panels])
     for axes in grid:
         axes.set_facecolor("none")
         axes.grid(color=GREY, alpha=0.25, linewidth=0.6)

@@ -68,6 +68,14 @@ def save_checkpoint(folder: Path, state: State) -> None:
         old.unlink()
 
 
+def drop_checkpoints(folder: Path) -> None:
+    """Once a run is finished, for one that keeps its metrics alone."""
+    for path in checkpoints(folder):
+        path.unlink()
+    if (folder / "checkpoints").exists():
+        (folder / "checkpoints").rmdir()
+
+
 def load_checkpoint(path: Path, setup: Setup) -> State:
     """The state that `save_checkpoint` wrote, on the setup's device."""
     tensors, numbers = load_tensors(path)

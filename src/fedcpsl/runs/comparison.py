@@ -170,7 +170,7 @@ def run_all(folder: Path, plan: Plan, announce: Announce) -> bool:
     with files.locked(folder):
         source: Source | None = None
         planned = [_planned(folder, plan, case, seed) for seed in plan.seeds for case in plan.cases]
-        left = [run for run in planned if not (run.folder / "models.safetensors").exists()]
+        left = [run for run in planned if not files.is_finished(run.folder)]
         done = len(planned) - len(left)
         for company in begun_together(left):
             shared = all(_same_data(run.case) for run in company)
@@ -187,9 +187,10 @@ def run_all(folder: Path, plan: Plan, announce: Announce) -> bool:
                 source = load_data(plan.base.data)
             experiments = [build(first.config, source if _same_data(first.case) else None)]
             alike = [run for run in waiting if _program(run) == _program(first)]
-            company = alike[: runs_that_fit(experiments[0].setup)]
+            most = runs_that_fit(experiments[0].setup)
+            company = alike[: min(most, first.config.run.together or most)]
             for run in company[1:]:
-                experiments.append(build(run.config, source if _same_data(run.case) else None, experiments[0]))
+                experiments.append(build(run.config, source if _same_data(run.case) else None, experiments))
             watches = announce(company, done)
             runs = zip(experiments, company, watches, strict=True)
             outcomes = start_together([Member(experiment, run.folder, watch) for experiment, run, watch in runs])
@@ -241,10 +242,10 @@ def summarise(folder: Path) -> dict[str, Any]:
     finals: dict[str, list[dict[str, Any]]] = {}
     for case in plan.cases:
         found = [run_folder(folder, case, seed) for seed in plan.seeds]
-        missing = [run for run in found if not (run / "models.safetensors").exists()]
+        missing = [run for run in found if not files.is_finished(run)]
         if missing:
             raise InputError(f"{missing[0]}: not finished; go on with: fedcpsl {plan.kind} --resume {folder}")
-        finals[case.name] = [_final(run, plan.reach) for run in found]
+        finals[case.name] = [final_row(run, plan.reach) for run in found]
     first = finals[plan.cases[0].name]
     cases = []
     for case in plan.cases:
@@ -257,7 +258,7 @@ def summarise(folder: Path) -> dict[str, Any]:
                 "settings": case.settings,
                 **{key: interval([run[key] for run in runs]) for key in SUMMARISED},
                 "difference": None if runs is first else interval(difference),
-                "reach": [_reach(runs, k) for k in range(len(plan.reach))],
+                "reach": [reached(runs, k) for k in range(len(plan.reach))],
                 "runs": runs,
             }
         )
@@ -267,8 +268,8 @@ def summarise(folder: Path) -> dict[str, Any]:
 SUMMARISED = ("personal", "worst_tenth", "global", "localized", "validation", "uplink_bytes", "steps", "seconds")
 
 
-def _final(run: Path, reach: Sequence[float]) -> dict[str, Any]:
-    """One run's row."""
+def final_row(run: Path, reach: Sequence[float]) -> dict[str, Any]:
+    """One run's row: how it ended, and when it first got to some accuracies."""
     final, metrics = files.final_metrics(run), files.read_metrics(run)
     first = [next((m for m in metrics if (m["personal"]["mean"] or 0) >= target), None) for target in reach]
     return {
@@ -285,7 +286,7 @@ def _final(run: Path, reach: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _reach(runs: Sequence[Mapping[str, Any]], k: int) -> dict[str, Any]:
+def reached(runs: Sequence[Mapping[str, Any]], k: int) -> dict[str, Any]:
     """How many runs got to an accuracy, and after how many rounds and bytes those did, on average."""
     there = [run for run in runs if run["reach_rounds"][k] is not None]
     means = [

@@ -23,7 +23,7 @@ from fedcpsl.errors import InputError, RunError
 from fedcpsl.evaluation import Evaluation, evaluate
 from fedcpsl.models import choose_model, make_model
 from fedcpsl.runs import folder as files
-from fedcpsl.runs.checkpoint import checkpoints, load_checkpoint, save_checkpoint, save_tensors
+from fedcpsl.runs.checkpoint import checkpoints, drop_checkpoints, load_checkpoint, save_checkpoint, save_tensors
 from fedcpsl.runs.diary import Diary, Watch
 from fedcpsl.runs.files import write_whole
 from fedcpsl.runs.leader import begin, go_on
@@ -60,23 +60,26 @@ def load_data(data: Data) -> Source | None:
     return None if data.dataset == "synthetic" else load_source(with_whole_paths(resolve(data)))
 
 
-def build(config: Config, source: Source | None = None, beside: Experiment | None = None) -> Experiment:
+def build(config: Config, source: Source | None = None, beside: Sequence[Experiment] = ()) -> Experiment:
     """Load the data (unless given), make the model and decide every `auto`; nothing is written.
 
-    `beside` is an experiment with the same model: the two can then be run together.
+    `beside` are experiments with the same model: all can then be run together. Those with the same data settings and
+    seed share the split and all samples.
     """
     config = replace(config, data=with_whole_paths(resolve(config.data)))
-    federation = load_federation(config.data, config.run.seed, source)
+    drawn = config.data, config.run.seed
+    alike = next((e for e in reversed(beside) if (e.config.data, e.config.run.seed) == drawn), None)
+    neighbour = alike or (beside[0] if beside else None)
+    federation = alike.federation if alike else load_federation(config.data, config.run.seed, source)
     eta = choose_eta(config.algorithm.eta, config.data.dataset, config.work.unit)
     config = replace(config, algorithm=replace(config.algorithm, eta=eta))
     torch.manual_seed(int(stream(config.run.seed, "init").integers(2**63)))
     name = choose_model(config.model.name, federation.shape, config.data.dataset)
     config = replace(config, model=replace(config.model, name=name))
     model = make_model(name, config.model.hidden, federation.shape, federation.classes)
-    setup = prepare(
-        federation, model, config.algorithm, config.work, config.run, beside=beside.setup if beside else None
-    )
-    setup = _as_beside(setup, beside.setup, config.run) if beside else fastest(setup, config.run)
+    other = neighbour.setup if neighbour else None
+    setup = prepare(federation, model, config.algorithm, config.work, config.run, beside=other)
+    setup = _as_beside(setup, other, config.run) if other else fastest(setup, config.run)
     switches = ("unlabelled", "personal", "control_variates", "momentum", "normalised")
     parts = {name: getattr(setup.kept_method.parts, name) for name in switches}
     if config.run.gaps and setup.method.parts.alone:
@@ -154,7 +157,7 @@ def resume(folder: Path, watch: Watch) -> Outcome:
     if len(company) > 1:
         raise InputError(
             f"{folder}: runs side by side with {len(company) - 1} others; go on with all of them: "
-            f"fedcpsl compare --resume {folder.parent.parent}"
+            f"{files.command_for_all(folder)}"
         )
     return resume_together([folder], [watch])[0]
 
@@ -166,7 +169,7 @@ def resume_together(folders: Sequence[Path], watches: Sequence[Watch], source: S
         config, manifest = files.read_run_config(folder), files.read_manifest(folder)
         files.check_ranks(folder, manifest, world()[1])
         torch.set_num_threads(manifest["layout"]["threads"])
-        experiment = build(config, source, members[0].experiment if members else None)
+        experiment = build(config, source, [member.experiment for member in members])
         if experiment.federation.digest != manifest["split_sha256"]:
             raise InputError(f"{folder}: the data has changed since the run began; put the old data back")
         experiment = experiment._replace(setup=experiment.setup._replace(store_folder=folder))
@@ -214,8 +217,9 @@ def _run(members: Sequence[Member], from_states: Sequence[State] | None) -> list
             if last or stopping or time.monotonic() - saved >= config.run.checkpoint_seconds:
                 diary.write_down()
                 settle(states)
-                for member, state in zip(members, states, strict=True):
-                    save_checkpoint(member.folder, state)
+                if not last or config.run.keep == "models":
+                    for member, state in zip(members, states, strict=True):
+                        save_checkpoint(member.folder, state)
                 saved = time.monotonic()
             go_on(not stopping or last)
             if stopping and not last:
@@ -223,7 +227,11 @@ def _run(members: Sequence[Member], from_states: Sequence[State] | None) -> list
     assert states is not None
     evaluations = diary.latest or [evaluate(state) for state in states]
     for member, state, evaluation in zip(members, states, evaluations, strict=True):
-        _write_results(member.folder, state, evaluation, member.experiment.federation.scaling)
+        if config.run.keep == "models":
+            _save_models(member.folder, state, member.experiment.federation.scaling)
+        write_whole(member.folder / "devices.csv", _device_table(state, evaluation))
+        if config.run.keep == "metrics":
+            drop_checkpoints(member.folder)
     return [Outcome(member.folder, state.round, finished=True) for member, state in zip(members, states, strict=True)]
 
 
@@ -239,8 +247,7 @@ def _simulated(
         raise
 
 
-def _write_results(folder: Path, state: State, evaluation: Evaluation, scaling: Scaling | None) -> None:
-    """Final models and the table of devices."""
+def _save_models(folder: Path, state: State, scaling: Scaling | None) -> None:
     network = state.setup.method.network
     alone = state.setup.method.parts.alone
     models = {} if alone else {f"global/{name}": t for name, t in network.named(state.server.theta).items()}
@@ -253,7 +260,6 @@ def _write_results(folder: Path, state: State, evaluation: Evaluation, scaling: 
         models |= {"input/shift": torch.from_numpy(scaling.shift), "input/scale": torch.from_numpy(scaling.scale)}
     numbers = {"round": state.round, "devices": state.setup.devices}
     save_tensors(folder / "models.safetensors", models, numbers, state.sparse)
-    write_whole(folder / "devices.csv", _device_table(state, evaluation))
 
 
 def _device_table(state: State, evaluation: Evaluation) -> str:

@@ -59,6 +59,11 @@ def read_run_config(folder: Path) -> Config:
     return with_settings(Config(), read_config(folder / "config.toml"))
 
 
+def is_finished(folder: Path) -> bool:
+    """Whether a run has come to its end: the table of its devices is the last file written."""
+    return (folder / "devices.csv").exists()
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
@@ -82,6 +87,14 @@ def company_of(folder: Path) -> list[str]:
     """The runs that went side by side with this one, itself among them."""
     company: list[str] = read_manifest(folder)["layout"].get("company", [folder.name])
     return company
+
+
+def command_for_all(folder: Path) -> str:
+    """What goes on with a run that belongs to many: a comparison is resumed, a study is asked for again."""
+    whole = folder.parent.parent
+    if (whole / "comparison.json").is_file():
+        return f"fedcpsl compare --resume {whole}"
+    return " ".join(read_manifest(folder)["command"])
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
@@ -146,7 +159,7 @@ def final_metrics(folder: Path) -> Metrics:
         "dataset": config.data.dataset,
         "seed": config.run.seed,
         "rounds": last.pop("round"),
-        "finished": (folder / "models.safetensors").exists(),
+        "finished": is_finished(folder),
         **last,
         "config": asdict(config),
     }

@@ -97,7 +97,7 @@ def _built(word: dict[str, Any]) -> tuple[list[Experiment], str]:
             data = repr(config.data)
             if len(word["configs"]) > 1 and data not in sources:
                 sources[data] = load_data(config.data)
-            experiments.append(build(config, sources.get(data), experiments[0] if experiments else None))
+            experiments.append(build(config, sources.get(data), experiments))
             if experiments[-1].federation.digest != digest:
                 raise InputError("its data is not the data of rank 0; give every machine the same files")
     except Exception as error:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+@cache
 def git_commit() -> str | None:
     """The commit of the fedcpsl checkout in use, if it is one; `-dirty` where files differ from it."""
     here = Path(fedcpsl.__file__).resolve().parent

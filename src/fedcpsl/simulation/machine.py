@@ -19,11 +19,13 @@ def choose_device(name: str) -> torch.device:
     present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if not present.get(device.type, False):
         raise InputError(f"run.device = {name!r}: this machine has none that PyTorch can use; give cpu")
-    return _own_gpu(device) if device.type == "cuda" and world()[1] > 1 else device
+    return _own_gpu(device) if device.type == "cuda" else device
 
 
 def _own_gpu(device: torch.device) -> torch.device:
-    """Every rank of a machine takes the GPU of its number, from the first again where there are too few."""
+    """The GPU by its number. Every rank of a machine takes that of its own, from the first again if there are few."""
+    if world()[1] == 1:
+        return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
     if device.index is not None:
         raise InputError(f'run.device = "{device}": each rank takes a GPU of its own; give cuda')
     own = torch.device("cuda", local_rank() % torch.cuda.device_count())

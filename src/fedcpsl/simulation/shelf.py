@@ -67,6 +67,7 @@ class Shelf(NamedTuple):
     unlabelled: NDArray[np.int64]
     test: Held
     validation: Held
+    made_of: Federation | None = None  # None: what it holds changes from round to round
 
     @property
     def where(self) -> torch.device:
@@ -96,7 +97,10 @@ def shelve(
     beside: Shelf | None,
     tested: NDArray[np.int64],
 ) -> Shelf:
-    """A federation's samples on a device; inputs that `beside` holds already are shared with it."""
+    """A federation's samples on a device; what `beside` holds already is shared with it."""
+    all_tested = len(tested) == federation.devices
+    if beside and beside.made_of is federation and (beside.where, beside.dtype) == (device, dtype) and all_tested:
+        return beside
     order, counts = federation.order, federation.counts
     train = order[federation.role[order] <= UNLABELLED]
     truth = torch.from_numpy(federation.y[train]).to(device)
@@ -118,6 +122,7 @@ def shelve(
         unlabelled=federation.sizes.unlabelled,
         test=hold(federation, inputs, TEST, who, federation.devices),
         validation=hold(federation, inputs, VALIDATION, who, federation.devices),
+        made_of=federation if all_tested else None,
     )
 
 

@@ -1,0 +1,87 @@
+"""fedcpsl paper: the paper's table and figures, and any study like them."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedcpsl.cli.options import add_settings, chosen_settings
+from fedcpsl.errors import InputError
+
+if TYPE_CHECKING:
+    from fedcpsl.runs.study import Study
+
+PAPER = "table, beta, momentum, shvr, apfl, hlu, or all of these"
+OTHERS = "tune; labels, ablation, parts, classes, dirichlet; har"
+
+
+def add(commands: Any) -> None:
+    paper = commands.add_parser(
+        "paper",
+        help="the paper's table and figures, over seeds",
+        description="Run a study and write its tables, pictures and a page: the paper's table and figures, and the "
+        "questions that a reviewer asks. Studies share their runs; the same command again goes on where it stopped, "
+        "and only writes results where all runs are there.",
+        epilog="A study is a TOML file with panels and rows; experiments/ has them all, and a file of yours will do.",
+        allow_abbrev=False,
+    )
+    paper.add_argument(
+        "studies", nargs="+", metavar="STUDY", help=f"the paper's: {PAPER}; others: {OTHERS}; or a .toml file"
+    )
+    paper.add_argument("--seeds", type=int, metavar="N", help="how many seeds [as the study says, mostly 5]")
+    paper.add_argument("--out", type=Path, default=Path("runs/paper"), metavar="FOLDER", help="[runs/paper]")
+    paper.add_argument("--dry-run", action="store_true", help="print the runs and how many are missing")
+    add_settings(paper, leave_out=("--algorithm", "--data"), config=False)
+    paper.set_defaults(command=_paper)
+
+
+def _paper(parsed: argparse.Namespace) -> int:
+    from fedcpsl.runs.study import find_study, paper_studies, together, with_more
+
+    if parsed.seeds is not None and parsed.seeds < 1:
+        raise InputError(f"--seeds {parsed.seeds}: give a whole number of at least 1")
+    settings = chosen_settings(parsed)
+    dataset = settings.pop("data.dataset", None)
+    if "run.seed" in settings:
+        raise InputError("--seed: a study says where its seeds begin; give --seeds N")
+    names = list(dict.fromkeys(n for given in parsed.studies for n in (paper_studies() if given == "all" else [given])))
+    studies = [with_more(find_study(name), settings) for name in names]
+    for of in [dataset] if dataset else list(dict.fromkeys(d for study in studies for d in study.datasets)):
+        asked = [study for study in studies if of in (study.bases if dataset else study.datasets)]
+        if not asked:
+            raise InputError(f"--dataset {of}: no study of these has it; they have {', '.join(studies[0].bases)}")
+        for group in together(asked, of):
+            code = _run(parsed, group, of)
+            if code:
+                return code
+    return 0
+
+
+def _run(parsed: argparse.Namespace, studies: Sequence["Study"], dataset: str) -> int:
+    from rich.console import Console
+
+    from fedcpsl.report.comparison import comparison_progress
+    from fedcpsl.report.study import cells_of, print_study, write_study
+    from fedcpsl.runs.comparison import run_folder
+    from fedcpsl.runs.folder import is_finished
+    from fedcpsl.runs.study import plan_of, run_plan
+
+    plan = plan_of(studies, dataset, parsed.seeds)
+    folder = parsed.out / dataset
+    runs = [run_folder(folder, case, seed) for seed in plan.seeds for case in plan.cases]
+    if parsed.dry_run:
+        missing = [run for run in runs if not is_finished(run)]
+        print(*(f"{run}{'' if run in missing else '  (done)'}" for run in runs), sep="\n")
+        print(f"{', '.join(study.name for study in studies)} on {dataset}: {len(runs)} runs, {len(missing)} to do")
+        return 0
+    with comparison_progress(len(runs), Console(stderr=True)) as announce:
+        finished = run_plan(folder, plan, announce)
+    if not finished:
+        print("fedcpsl: stopped; give the same command again to go on", file=sys.stderr)
+        return 130
+    for study in studies:
+        page = write_study(folder, study, dataset, plan.seeds)
+        print_study(study, dataset, cells_of(folder, study, dataset, plan.seeds))
+        print(f"results  {page.parent}\nreport   {page.resolve().as_uri()}")
+    return 0

@@ -1,0 +1,290 @@
+"""What comes out of a study: tables beside what is in print, CSV files, a picture and a page."""
+
+import csv
+import io
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from fedcpsl.report.comparison import FILE_WIDTH
+from fedcpsl.report.page import html_page, inline_svg
+from fedcpsl.report.plots import maps, panels_of_curves, trend
+from fedcpsl.runs.comparison import final_row, interval, reached, run_folder
+from fedcpsl.runs.files import write_whole
+from fedcpsl.runs.folder import read_manifest, read_metrics, read_run_config
+from fedcpsl.runs.study import Line, Study, lines_of
+
+CURVES = ("personal", "global")
+
+
+class Cell(NamedTuple):
+    """A case of a study and how its runs ended, one per seed."""
+
+    line: Line
+    folders: list[Path]
+    runs: list[dict[str, Any]]
+
+
+class Matrix(NamedTuple):
+    """A table of a study: rows by panels."""
+
+    caption: str
+    head: list[str]
+    rows: list[list[str]]
+
+
+def cells_of(folder: Path, study: Study, dataset: str, seeds: Sequence[int]) -> list[Cell]:
+    """Every case of a finished study."""
+    reach = study.reach.get(dataset, [])
+    cells = []
+    for line in lines_of(study, dataset):
+        folders = [run_folder(folder, line.case, seed) for seed in seeds]
+        cells.append(Cell(line, folders, [final_row(run, reach) for run in folders]))
+    return cells
+
+
+def write_study(folder: Path, study: Study, dataset: str, seeds: Sequence[int]) -> Path:
+    """results/<study>.csv, .md, .svg and .html (and the curves behind a picture) beside the runs."""
+    cells = cells_of(folder, study, dataset, seeds)
+    results = folder / "results"
+    results.mkdir(exist_ok=True)
+    tables, picture = matrices(study, dataset, cells), _picture(study, cells)
+    write_whole(results / f"{study.name}.csv", _finals(study, dataset, cells))
+    if study.shows == "curves":
+        write_whole(results / f"{study.name}-curves.csv", _curves(cells))
+    write_whole(results / f"{study.name}.svg", picture)
+    write_whole(results / f"{study.name}.md", _markdown(tables, cells, seeds))
+    write_whole(results / f"{study.name}.html", _page(study, dataset, tables, picture, cells, seeds))
+    return results / f"{study.name}.html"
+
+
+def print_study(study: Study, dataset: str, cells: Sequence[Cell]) -> None:
+    """The tables of a study in the terminal."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, FILE_WIDTH))
+    console.print(f"[bold]{study.title}[/], {dataset}")
+    for matrix in matrices(study, dataset, cells):
+        table = Table(caption=matrix.caption, caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        for k, column in enumerate(matrix.head):
+            table.add_column(column, justify="left" if k == 0 else "right")
+        for row in matrix.rows:
+            table.add_row(*row)
+        console.print(table)
+
+
+def matrices(study: Study, dataset: str, cells: Sequence[Cell]) -> list[Matrix]:
+    """Accuracy, the reference's lead, rounds to accuracies, and the worst devices: rows by panels."""
+    if study.shows == "map":
+        return _best_points(study, cells)
+    first, published = study.reference, study.published.get(dataset, {})
+    by_place = {(cell.line.panel, cell.line.row): cell for cell in cells}
+
+    def accuracy(cell: Cell) -> str:
+        printed = published.get(cell.line.panel, {}).get(cell.line.row)
+        return _mean(cell, "personal") + (f" ({printed:g})" if printed is not None else "")
+
+    def lead(cell: Cell) -> str:
+        of_first = by_place[cell.line.panel, first]
+        return "the same runs" if cell.folders == of_first.folders else _lead(of_first, cell)
+
+    inside = " In brackets: the paper's figure, of one run." if published else ""
+    tables = [_matrix(study, by_place, f"Personal accuracy, %, mean over devices and seeds.{inside}", accuracy)]
+    if len(study.rows) > 1:
+        caption = f"By how much {first} is ahead of each row, in points, paired by seed."
+        tables.append(_matrix(study, by_place, caption, lead, leave_out=first))
+    for k, target in enumerate(study.reach.get(dataset, [])):
+        caption = f"First round at {100 * target:g} % or more, mean over the seeds that got there."
+        tables.append(_matrix(study, by_place, caption, lambda cell, k=k: _reached(cell, k)))  # type: ignore[misc]
+    caption = "The worst tenth of devices: their personal accuracy, %."
+    tables.append(_matrix(study, by_place, caption, lambda cell: _mean(cell, "worst_tenth")))
+    caption = "The global model on the devices' own tests, %."
+    return [*tables, _matrix(study, by_place, caption, lambda cell: _mean(cell, "global"))]
+
+
+def _matrix(
+    study: Study,
+    by_place: Mapping[tuple[str, str], Cell],
+    caption: str,
+    text: Callable[[Cell], str],
+    leave_out: str = "",
+) -> Matrix:
+    shown = [row for row in study.rows if row != leave_out]
+    rows = [[row, *(text(by_place[panel, row]) for panel in study.panels)] for row in shown]
+    return Matrix(caption, ["", *(panel or "accuracy" for panel in study.panels)], rows)
+
+
+def _best_points(study: Study, cells: Sequence[Cell]) -> list[Matrix]:
+    """For every row of a map the points that did best."""
+    tables = []
+    for row in study.rows:
+        own = sorted((c for c in cells if c.line.row == row), key=lambda c: -_judged(c)[0])
+        keys = list(own[0].line.point)
+        rows = [[*(str(c.line.point[key]) for key in keys), f"{_judged(c)[0]:.2f}", _spread(c)] for c in own[:5]]
+        head = [*(key.partition(".")[2] for key in keys), "accuracy, %", "by seed"]
+        tables.append(Matrix(f"{row}: the best five of {len(own)} points.", head, rows))
+    return tables
+
+
+def _judged(cell: Cell) -> tuple[float, str]:
+    """The mean by which a point is judged, %: on validation samples where there are some, else on the tests."""
+    key = "validation" if cell.runs[0]["validation"] is not None else "personal"
+    return 100 * float(np.mean([run[key] for run in cell.runs])), key
+
+
+def _spread(cell: Cell) -> str:
+    return ", ".join(f"{100 * run[_judged(cell)[1]]:.2f}" for run in cell.runs)
+
+
+def _mean(cell: Cell, key: str) -> str:
+    found = interval([run[key] for run in cell.runs])
+    if found is None:
+        return "-"
+    half = found["half_width"]
+    return f"{100 * (found['mean'] or 0):.2f}" + ("" if half is None else f" ± {100 * half:.2f}")
+
+
+def _lead(first: Cell, cell: Cell) -> str:
+    pairs = zip(first.runs, cell.runs, strict=True)
+    found = interval([a["personal"] - b["personal"] for a, b in pairs if None not in (a["personal"], b["personal"])])
+    if found is None:
+        return "-"
+    half = found["half_width"]
+    return f"{100 * (found['mean'] or 0):+.2f}" + ("" if half is None else f" ± {100 * half:.2f}")
+
+
+def _reached(cell: Cell, k: int) -> str:
+    found = reached(cell.runs, k)
+    if not found["runs"]:
+        return "-"
+    some = "" if found["runs"] == len(cell.runs) else f" ({found['runs']} of {len(cell.runs)})"
+    return f"{found['rounds']:.0f}{some}"
+
+
+def _picture(study: Study, cells: Sequence[Cell]) -> str:
+    if study.shows == "map":
+        return _maps(cells)
+    if study.shows == "trend":
+        return trend(_trends(study, cells), study.title)
+    panels: dict[str, dict[str, tuple[list[int], Any]]] = {}
+    for cell in cells:
+        runs = [read_metrics(folder) for folder in cell.folders]
+        values = np.array([[m["personal"]["mean"] for m in run] for run in runs], float)
+        panels.setdefault(cell.line.panel, {})[cell.line.row] = ([m["round"] for m in runs[0]], values)
+    return panels_of_curves(panels)
+
+
+def _trends(study: Study, cells: Sequence[Cell]) -> dict[str, list[tuple[str, float, float]]]:
+    points: dict[str, list[tuple[str, float, float]]] = {row: [] for row in study.rows}
+    for cell in cells:
+        found = interval([run["personal"] for run in cell.runs])
+        if found and found["mean"] is not None:
+            points[cell.line.row].append((cell.line.panel, 100 * found["mean"], 100 * (found["half_width"] or 0)))
+    return points
+
+
+def _maps(cells: Sequence[Cell]) -> str:
+    """A map over the last two settings of the grid for every row, panel and value of the others."""
+    y, x = list(cells[0].line.point)[-2:]
+    ys, xs = (list(dict.fromkeys(cell.line.point[key] for cell in cells)) for key in (y, x))
+    panels: dict[str, Any] = {}
+    for cell in cells:
+        point = cell.line.point
+        rest = [str(value) for key, value in point.items() if key not in (x, y)]
+        title = ", ".join([cell.line.row, *([cell.line.panel] if cell.line.panel else []), *rest])
+        table = panels.setdefault(title, np.full((len(ys), len(xs)), np.nan))
+        table[ys.index(point[y]), xs.index(point[x])] = _judged(cell)[0]
+    return maps(panels, (x.partition(".")[2], list(map(str, xs))), (y.partition(".")[2], list(map(str, ys))))
+
+
+def _finals(study: Study, dataset: str, cells: Sequence[Cell]) -> str:
+    """One line per run."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    keys = ("personal", "worst_tenth", "global", "localized", "validation", "uplink_bytes", "steps")
+    targets = [f"rounds_to_{target:g}" for target in study.reach.get(dataset, [])]
+    grid = list(dict.fromkeys(key for cell in cells for key in cell.line.point))
+    table.writerow(["panel", "row", *grid, "seed", *keys, *targets])
+    for cell in cells:
+        for run in cell.runs:
+            values = [run[key] for key in keys] + list(run["reach_rounds"])
+            point = [cell.line.point.get(key, "") for key in grid]
+            shown = ["" if v is None else round(v, 6) if isinstance(v, float) else v for v in values]
+            table.writerow([cell.line.panel, cell.line.row, *point, run["seed"], *shown])
+    return text.getvalue()
+
+
+def _curves(cells: Sequence[Cell]) -> str:
+    """Accuracies by round, one line per run and evaluated round."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["panel", "row", "seed", "round", *CURVES])
+    for cell in cells:
+        for folder, run in zip(cell.folders, cell.runs, strict=True):
+            for m in read_metrics(folder):
+                means = [m[key]["mean"] if m[key] else None for key in CURVES]
+                shown = ["" if v is None else f"{v:.4f}" for v in means]
+                table.writerow([cell.line.panel, cell.line.row, run["seed"], m["round"], *shown])
+    return text.getvalue()
+
+
+def made_with(cells: Sequence[Cell], seeds: Sequence[int]) -> str:
+    """Seeds, versions, hardware and date of a study's runs."""
+    folders = [folder for cell in cells for folder in cell.folders]
+    manifests = [read_manifest(folder) for folder in folders]
+    facts = {name: sorted({str(m[name]) for m in manifests}) for name in ("fedcpsl", "torch", "device_name")}
+    days = sorted({str(m["started"])[:10] for m in manifests})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    precision = read_run_config(folders[0]).run.precision
+    over = f"seeds {seeds[0]} to {seeds[-1]}, ± is half a 95 % interval over them" if len(seeds) > 1 else "one seed"
+    made = f"fedcpsl {', '.join(facts['fedcpsl'])}, PyTorch {', '.join(facts['torch'])}"
+    return f"{over}; {made}, {precision} float32, {', '.join(facts['device_name'])}, {when}"
+
+
+def commands_of(cells: Sequence[Cell]) -> list[str]:
+    """The commands that made a study's runs, without where they wrote."""
+    given = [read_manifest(folder)["command"] for cell in cells for folder in cell.folders]
+    return list(dict.fromkeys(" ".join(_without_out(words)) for words in given))
+
+
+def _without_out(words: Sequence[str]) -> list[str]:
+    """A command without --out and --data-dir, which say nothing to others."""
+    kept, skip = [], False
+    for word in words:
+        if not skip and word not in ("--out", "--data-dir"):
+            kept.append(word)
+        skip = word in ("--out", "--data-dir")
+    return kept
+
+
+def _markdown(tables: Sequence[Matrix], cells: Sequence[Cell], seeds: Sequence[int]) -> str:
+    parts = []
+    for matrix in tables:
+        rule = ["---"] + ["---:"] * (len(matrix.head) - 1)
+        lines = [f"| {' | '.join(row)} |" for row in (matrix.head, rule, *matrix.rows)]
+        parts.append(f"{matrix.caption}\n\n" + "\n".join(lines) + "\n")
+    commands = ", ".join(f"`{command}`" for command in commands_of(cells))
+    return "\n".join([*parts, f"Made with {commands}: {made_with(cells, seeds)}.\n"])
+
+
+def _page(
+    study: Study, dataset: str, tables: Sequence[Matrix], picture: str, cells: Sequence[Cell], seeds: Sequence[int]
+) -> str:
+    sections = []
+    for matrix in tables:
+        head = "".join(f"<th>{escape(cell)}</th>" for cell in matrix.head)
+        rows = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in matrix.rows)
+        table = f'<div class="wide"><table><tr>{head}</tr>{rows}</table></div>'
+        sections.append(f"<section><p>{escape(matrix.caption)}</p>{table}</section>")
+    body = (
+        f"<header><h1>{escape(study.title)} <span>on {escape(dataset)}</span></h1>"
+        f"<p>{escape(made_with(cells, seeds))}</p></header>"
+        f"<section><figure>{inline_svg(picture)}</figure></section>{''.join(sections)}"
+    )
+    return html_page(f"{study.title} on {dataset}", body)

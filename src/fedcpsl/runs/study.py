@@ -1,0 +1,238 @@
+"""Studies: a TOML file with panels, rows and perhaps a grid, each case run over seeds. Studies share their runs."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedcpsl.config import Config, read_config, setting, to_toml, with_settings
+from fedcpsl.errors import InputError, did_you_mean
+from fedcpsl.runs import folder as files
+from fedcpsl.runs.comparison import Announce, Case, Plan, run_all
+from fedcpsl.runs.experiment import with_whole_paths
+from fedcpsl.runs.files import write_whole
+
+Settings = dict[str, Any]  # section.key to value
+KEYS = {
+    "title": str,
+    "shows": str,
+    "datasets": list,
+    "bases": dict,
+    "chosen": str,
+    "seeds": int,
+    "first_seed": int,
+    "settings": dict,
+    "panels": dict,
+    "rows": dict,
+    "reference": str,
+    "grid": dict,
+    "reach": dict,
+    "published": dict,
+}
+SHOWS = ("curves", "map", "trend")
+
+
+class Study(NamedTuple):
+    """What a study file says."""
+
+    name: str
+    title: str
+    shows: str  # curves by round, a map over a grid, or a trend over panels
+    bases: dict[str, Config]  # by data set
+    datasets: list[str]  # those run unless one is asked for
+    chosen: dict[str, dict[str, Settings]]  # by data set and algorithm: what a study of its own has chosen
+    seeds: int
+    first_seed: int
+    settings: Settings
+    panels: dict[str, Settings]
+    rows: dict[str, Settings]
+    reference: str  # the row whose lead over the others is shown
+    grids: dict[str, dict[str, list[Any]]]  # by row
+    reach: dict[str, list[float]]  # by data set: accuracies whose first round is reported
+    published: dict[str, dict[str, dict[str, float]]]  # by data set, panel and row: % in print
+
+
+class Line(NamedTuple):
+    """One case of a study and where it stands in it."""
+
+    panel: str
+    row: str
+    point: Settings  # of the row's grid
+    case: Case
+
+
+def studies_folder() -> Path:
+    """Where the studies that come with fedcpsl lie: beside the package, or in the repository that it is run from."""
+    inside = Path(__file__).resolve().parents[1] / "experiments"
+    return inside if inside.is_dir() else Path(__file__).resolve().parents[3] / "experiments"
+
+
+def known_studies() -> dict[str, Path]:
+    """Studies by name: every file of every folder; what they begin from lies a folder deeper."""
+    return {path.stem: path for path in sorted(studies_folder().glob("*/*.toml"))}
+
+
+def paper_studies() -> list[str]:
+    """Those that make up Section V of the paper."""
+    return ["table", "beta", "momentum", "shvr", "apfl", "hlu"]
+
+
+def find_study(name: str) -> Study:
+    """A study by its name or its file."""
+    known = known_studies()
+    if name not in known and not name.endswith(".toml"):
+        raise InputError(f"{name}: no such study; {did_you_mean(name, known)}, or give a .toml file")
+    return read_study(known.get(name, Path(name)))
+
+
+def read_study(path: Path) -> Study:
+    """A study from its file, every setting checked."""
+    content = _toml(path)
+    for key, value in content.items():
+        if key not in KEYS:
+            raise InputError(f"{path}: {key}: no such key of a study; {did_you_mean(key, KEYS)}")
+        if not isinstance(value, KEYS[key]):
+            raise InputError(f"{path}: {key}: must be a {KEYS[key].__name__}")
+    for key in ("title", "bases", "rows"):
+        if not content.get(key):
+            raise InputError(f"{path}: a study needs {key}")
+    if content.get("shows", "curves") not in SHOWS:
+        raise InputError(f"{path}: shows = {content['shows']!r}: give one of {', '.join(SHOWS)}")
+    bases = {name: with_settings(Config(), read_config(path.parent / base)) for name, base in content["bases"].items()}
+    chosen = _toml(path.parent / content["chosen"]) if "chosen" in content else {}
+    rows, grids = {}, {}
+    for row, nested in content["rows"].items():
+        grids[row] = _flat(path, nested.get("grid", {})) | _flat(path, content.get("grid", {}))
+        rows[row] = _flat(path, {key: value for key, value in nested.items() if key != "grid"})
+    reference = content.get("reference", next(iter(rows)))
+    if reference not in rows:
+        raise InputError(f"{path}: reference = {reference!r}: no such row; {did_you_mean(reference, rows)}")
+    return Study(
+        name=path.stem,
+        title=content["title"],
+        shows=content.get("shows", "curves"),
+        bases=bases,
+        datasets=content.get("datasets", list(bases)),
+        chosen={d: {a: _flat(path, s) for a, s in of.items()} for d, of in chosen.items()},
+        seeds=content.get("seeds", 5),
+        first_seed=content.get("first_seed", 0),
+        settings=_flat(path, content.get("settings", {})),
+        panels={name: _flat(path, s) for name, s in content.get("panels", {"": {}}).items()},
+        rows=rows,
+        reference=reference,
+        grids=grids,
+        reach=content.get("reach", {}),
+        published=content.get("published", {}),
+    )
+
+
+def lines_of(study: Study, dataset: str) -> list[Line]:
+    """Every case of a study on one data set, panel by panel. Row beats panel, and both beat what was chosen."""
+    base = _base(study, dataset)
+    lines = []
+    for panel, row in product(study.panels, study.rows):
+        own = study.panels[panel] | study.rows[row]
+        name = (study.settings | own).get("algorithm.name", base.algorithm.name)
+        grid = study.grids[row]
+        for values in product(*grid.values()):
+            point = dict(zip(grid, values, strict=True))
+            settings = study.settings | study.chosen.get(dataset, {}).get(name, {}) | own | point
+            lines.append(Line(panel, row, point, _case(base, settings)))
+    return lines
+
+
+def with_more(study: Study, settings: Mapping[str, Any]) -> Study:
+    """The study on bases with other settings; its own cases still say what they say."""
+    return study._replace(bases={name: with_settings(base, settings) for name, base in study.bases.items()})
+
+
+def plan_of(studies: Sequence[Study], dataset: str, seeds: int | None = None) -> Plan:
+    """One plan for studies with the same base and seeds; what two of them have is run once."""
+    base = _base(studies[0], dataset)
+    base = replace(base, data=with_whole_paths(base.data))
+    cases = {line.case.name: line.case for study in studies for line in lines_of(study, dataset)}
+    for case in cases.values():
+        with_settings(base, case.settings)
+    first = studies[0].first_seed
+    return Plan("paper", base, list(cases.values()), [first + k for k in range(seeds or studies[0].seeds)], [])
+
+
+def together(studies: Sequence[Study], dataset: str) -> list[list[Study]]:
+    """Studies in groups that one plan can hold."""
+    groups: list[list[Study]] = []
+    for study in studies:
+        fits = (g for g in groups if (g[0].seeds, g[0].first_seed) == (study.seeds, study.first_seed))
+        group = next((g for g in fits if _base(g[0], dataset) == _base(study, dataset)), None)
+        if group:
+            group.append(study)
+        else:
+            groups.append([study])
+    return groups
+
+
+def run_plan(folder: Path, plan: Plan, announce: Announce) -> bool:
+    """Run what is missing of a plan in a folder that studies share; False where it was asked to stop."""
+    files.make_parent(folder / "runs")
+    (folder / "runs").mkdir(exist_ok=True)
+    kept = folder / "config.toml"
+    if not kept.exists():
+        write_whole(kept, to_toml(plan.base))
+    before = with_settings(Config(), read_config(kept))
+    if _what_counts(before) != _what_counts(plan.base):
+        changed = [k for k, v in _what_counts(plan.base).items() if _what_counts(before)[k] != v]
+        raise InputError(f"{folder}: its runs have another {changed[0]}; give another --out, or the old settings")
+    return run_all(folder, plan, announce)
+
+
+def _what_counts(config: Config) -> Settings:
+    """The settings that change results, or how they were computed in a way worth telling."""
+    ignored = {"data.dir", "run.device", "run.processes", "run.slots", "run.together", "run.checkpoint_seconds"}
+    flat = {f"{section}.{key}": value for section, keys in asdict(config).items() for key, value in keys.items()}
+    return {key: value for key, value in flat.items() if key not in ignored}
+
+
+def _base(study: Study, dataset: str) -> Config:
+    if dataset not in study.bases:
+        raise InputError(f"--dataset {dataset}: the study {study.name} has {', '.join(study.bases)}; give one of these")
+    return study.bases[dataset]
+
+
+def _case(base: Config, settings: Settings) -> Case:
+    """Settings that differ from the base, and a name made of them: the same case has the same name in every study."""
+    of = asdict(base)
+    differ = {k: v for k, v in settings.items() if of[k.split(".")[0]][k.split(".")[1]] != v}
+    algorithm = settings.get("algorithm.name", base.algorithm.name)
+    rest = [f"{_short(key)}={_text(differ[key])}" for key in sorted(differ) if key != "algorithm.name"]
+    return Case("_".join([algorithm, *rest]), differ)
+
+
+def _short(key: str) -> str:
+    section, _, name = key.partition(".")
+    return section if name == "name" else name
+
+
+def _text(value: Any) -> str:
+    return "-".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such study") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as TOML: {error}") from error
+
+
+def _flat(path: Path, nested: Mapping[str, Any]) -> Settings:
+    """section.key to value; a key that is no setting is named."""
+    flat = {}
+    for section, values in nested.items():
+        if not isinstance(values, dict):
+            raise InputError(f"{path}: {section} = {values!r}: give it as SECTION.KEY = VALUE")
+        for key, value in values.items():
+            setting(section, key)
+            flat[f"{section}.{key}"] = value
+    return flat
