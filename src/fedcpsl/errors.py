@@ -21,5 +21,6 @@ class LostRankError(RunError):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint for a misspelt name: the nearest known one, or all of them."""
     known = sorted(known)
-    near = get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    spelt = {k.lower(): k for k in known}
+    near = get_close_matches(name.lower(), spelt, n=1, cutoff=0.5)
+    return f"did you mean {spelt[near[0]]!r}?" if near else f"known: {', '.join(known)}"

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +99,8 @@ def _run(folder: Path, plan: "Plan") -> int:
 
     from fedcpsl.cli.run import says_how_to_go_on
     from fedcpsl.report.comparison import comparison_progress, print_comparison, write_comparison
-    from fedcpsl.runs.comparison import run_all
+    from fedcpsl.runs.companies import run_all
+    from fedcpsl.runs.comparison import run_folder
 
     count = len(plan.cases) * len(plan.seeds)
     with says_how_to_go_on(plan.kind, folder), comparison_progress(count, Console(stderr=True)) as announce:
@@ -109,4 +111,18 @@ def _run(folder: Path, plan: "Plan") -> int:
     page = write_comparison(folder)
     print_comparison(folder)
     print(f"results  {folder}\nreport   {page.resolve().as_uri()}")
-    return 0
+    return say_failed([run_folder(folder, case, seed) for case in plan.cases for seed in plan.seeds])
+
+
+def say_failed(runs: Sequence[Path]) -> int:
+    """Name the runs that could not go on; the exit code is 1 where there are some."""
+    from fedcpsl.runs.folder import failure
+
+    failed = {run: reason for run in runs if (reason := failure(run))}
+    for run, reason in failed.items():
+        print(f"fedcpsl: {run}: {reason}", file=sys.stderr)
+    if failed:
+        print(
+            f"fedcpsl: {len(failed)} of {len(runs)} runs failed; remove a folder to have it run again", file=sys.stderr
+        )
+    return 1 if failed else 0

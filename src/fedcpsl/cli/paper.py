@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedcpsl.cli.compare import say_failed
 from fedcpsl.cli.options import add_settings, chosen_settings
 from fedcpsl.errors import InputError
 
@@ -84,4 +85,4 @@ def _run(parsed: argparse.Namespace, studies: Sequence["Study"], dataset: str) -
         page = write_study(folder, study, dataset, plan.seeds)
         print_study(study, dataset, cells_of(folder, study, dataset, plan.seeds))
         print(f"results  {page.parent}\nreport   {page.resolve().as_uri()}")
-    return 0
+    return say_failed(runs)

@@ -17,7 +17,8 @@ from rich.table import Table
 from fedcpsl.report.page import html_page, inline_svg
 from fedcpsl.report.plots import curves_of_cases, heat_maps
 from fedcpsl.report.terminal import percent, size
-from fedcpsl.runs.comparison import Announce, Planned, read_plan, run_folder, summarise
+from fedcpsl.runs.companies import Announce, Planned
+from fedcpsl.runs.comparison import read_plan, run_folder, summarise
 from fedcpsl.runs.diary import Watch
 from fedcpsl.runs.files import to_json, write_whole
 from fedcpsl.runs.folder import read_metrics
@@ -103,7 +104,7 @@ def _rows(summary: Mapping[str, Any]) -> list[list[str]]:
         if len(cases) > 1:
             row.append(_interval(case["difference"], sign=True))
         row += [_interval(case["worst_tenth"]), *(_interval(case[key], bare=True) for key in shown)]
-        row.append(size(round(case["uplink_bytes"]["mean"])))
+        row.append(size(round(case["uplink_bytes"]["mean"])) if case["uplink_bytes"] else "-")
         row += [_reached(r, len(summary["seeds"])) for r in case["reach"]]
         rows.append(row)
     return rows
@@ -144,10 +145,17 @@ def _curves(folder: Path) -> dict[str, tuple[list[int], np.ndarray]]:
     curves = {}
     for case in plan.cases:
         runs = [read_metrics(run_folder(folder, case, seed)) for seed in plan.seeds]
-        rounds = [m["round"] for m in runs[0]]
-        values = [[m["personal"]["mean"] for m in run] for run in runs]
-        curves[case.name] = (rounds, np.array(values, float))  # None becomes NaN
+        curves[case.name] = curve_of(runs)
     return curves
+
+
+def curve_of(runs: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[list[int], np.ndarray]:
+    """The evaluated rounds of runs with several seeds, and their personal accuracies; NaN where there is none."""
+    rounds = [m["round"] for m in max(runs, key=len)]
+    values = np.full((len(runs), len(rounds)), np.nan)
+    for row, run in zip(values, runs, strict=True):
+        row[: len(run)] = [np.nan if m["personal"]["mean"] is None else m["personal"]["mean"] for m in run]
+    return rounds, values
 
 
 def _csv(summary: Mapping[str, Any]) -> str:

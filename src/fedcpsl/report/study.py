@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from fedcpsl.report.comparison import FILE_WIDTH
+from fedcpsl.report.comparison import FILE_WIDTH, curve_of
 from fedcpsl.report.page import html_page, inline_svg
 from fedcpsl.report.plots import maps, panels_of_curves, trend
 from fedcpsl.runs.comparison import final_row, interval, reached, run_folder
@@ -134,20 +134,25 @@ def _best_points(study: Study, cells: Sequence[Cell]) -> list[Matrix]:
 
 def _judged(cell: Cell) -> tuple[float, str]:
     """The mean by which a point is judged, %: on validation samples where there are some, else on the tests."""
-    key = "validation" if cell.runs[0]["validation"] is not None else "personal"
-    return 100 * float(np.mean([run[key] for run in cell.runs])), key
+    key = "validation" if any(run["validation"] is not None for run in cell.runs) else "personal"
+    values = [run[key] for run in cell.runs]
+    return (100 * float(np.mean(values)) if None not in values else float("-inf")), key
 
 
 def _spread(cell: Cell) -> str:
-    return ", ".join(f"{100 * run[_judged(cell)[1]]:.2f}" for run in cell.runs)
+    key = _judged(cell)[1]
+    return ", ".join("failed" if run[key] is None else f"{100 * run[key]:.2f}" for run in cell.runs)
 
 
 def _mean(cell: Cell, key: str) -> str:
-    found = interval([run[key] for run in cell.runs])
+    """Mean and interval over the seeds that came to an end, and how many did not."""
+    failed = sum("failed" in run for run in cell.runs)
+    found = interval([run[key] for run in cell.runs if "failed" not in run])
     if found is None:
-        return "-"
+        return f"- ({failed} failed)" if failed else "-"
     half = found["half_width"]
-    return f"{100 * (found['mean'] or 0):.2f}" + ("" if half is None else f" ± {100 * half:.2f}")
+    text = f"{100 * (found['mean'] or 0):.2f}" + ("" if half is None else f" ± {100 * half:.2f}")
+    return f"{text} ({failed} failed)" if failed else text
 
 
 def _lead(first: Cell, cell: Cell) -> str:
@@ -175,8 +180,7 @@ def _picture(study: Study, cells: Sequence[Cell]) -> str:
     panels: dict[str, dict[str, tuple[list[int], Any]]] = {}
     for cell in cells:
         runs = [read_metrics(folder) for folder in cell.folders]
-        values = np.array([[m["personal"]["mean"] for m in run] for run in runs], float)
-        panels.setdefault(cell.line.panel, {})[cell.line.row] = ([m["round"] for m in runs[0]], values)
+        panels.setdefault(cell.line.panel, {})[cell.line.row] = curve_of(runs)
     return panels_of_curves(panels)
 
 
@@ -199,7 +203,8 @@ def _maps(cells: Sequence[Cell]) -> str:
         rest = [str(value) for key, value in point.items() if key not in (x, y)]
         title = ", ".join([cell.line.row, *([cell.line.panel] if cell.line.panel else []), *rest])
         table = panels.setdefault(title, np.full((len(ys), len(xs)), np.nan))
-        table[ys.index(point[y]), xs.index(point[x])] = _judged(cell)[0]
+        judged = _judged(cell)[0]
+        table[ys.index(point[y]), xs.index(point[x])] = judged if np.isfinite(judged) else np.nan
     return maps(panels, (x.partition(".")[2], list(map(str, xs))), (y.partition(".")[2], list(map(str, ys))))
 
 

@@ -1,8 +1,7 @@
 """Many runs side by side: algorithms or settings over seeds. Every run keeps its own folder."""
 
 import json
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from math import sqrt
@@ -13,14 +12,11 @@ import numpy as np
 
 from fedcpsl.algorithms import find_algorithm
 from fedcpsl.config import Config, read_config, setting, to_toml, with_settings
-from fedcpsl.data.federation import Source
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.runs import folder as files
-from fedcpsl.runs.diary import Watch
-from fedcpsl.runs.experiment import Member, build, load_data, resume_together, start_together, with_whole_paths
+from fedcpsl.runs.experiment import build, load_data, with_whole_paths
 from fedcpsl.runs.files import to_json, write_whole
 from fedcpsl.settings import AUTO
-from fedcpsl.simulation.memory import runs_that_fit
 
 PLAN = "comparison.json"
 
@@ -93,7 +89,7 @@ def check(plan: Plan) -> Config:
             continue
         config = with_settings(plan.base, case.settings)
         source = source or load_data(plan.base.data)
-        built = build(config, source if _same_data(case) else None).config
+        built = build(config, source if same_data(case) else None).config
         resolved = resolved or built
     assert resolved is not None
     return resolved
@@ -153,84 +149,7 @@ def run_folder(folder: Path, case: Case, seed: int) -> Path:
     return folder / "runs" / f"{safe}-seed{seed}"
 
 
-class Planned(NamedTuple):
-    """One run of a comparison that is not finished."""
-
-    case: Case
-    seed: int
-    folder: Path
-    config: Config
-
-
-Announce = Callable[[Sequence[Planned], int], Sequence[Watch]]  # runs that go together, and how many were done before
-
-
-def run_all(folder: Path, plan: Plan, announce: Announce) -> bool:
-    """Run, or go on with, everything that is not finished yet; False where a run was asked to stop."""
-    with files.locked(folder):
-        source: Source | None = None
-        planned = [_planned(folder, plan, case, seed) for seed in plan.seeds for case in plan.cases]
-        left = [run for run in planned if not files.is_finished(run.folder)]
-        done = len(planned) - len(left)
-        for company in begun_together(left):
-            shared = all(_same_data(run.case) for run in company)
-            source = source or (load_data(plan.base.data) if shared else None)
-            folders = [run.folder for run in company]
-            outcomes = resume_together(folders, announce(company, done), source if shared else None)
-            if not all(outcome.finished for outcome in outcomes):
-                return False
-            done += len(company)
-        waiting = [run for run in left if not run.folder.exists()]
-        while waiting:
-            first = waiting[0]
-            if source is None and _same_data(first.case):
-                source = load_data(plan.base.data)
-            experiments = [build(first.config, source if _same_data(first.case) else None)]
-            alike = [run for run in waiting if _program(run) == _program(first)]
-            most = runs_that_fit(experiments[0].setup)
-            company = alike[: min(most, first.config.run.together or most)]
-            for run in company[1:]:
-                experiments.append(build(run.config, source if _same_data(run.case) else None, experiments))
-            watches = announce(company, done)
-            runs = zip(experiments, company, watches, strict=True)
-            outcomes = start_together([Member(experiment, run.folder, watch) for experiment, run, watch in runs])
-            if not all(outcome.finished for outcome in outcomes):
-                return False
-            done += len(company)
-            waiting = [run for run in waiting if run not in company]
-    return True
-
-
-def _planned(folder: Path, plan: Plan, case: Case, seed: int) -> Planned:
-    config = with_settings(plan.base, case.settings | {"run.seed": seed})
-    return Planned(case, seed, run_folder(folder, case, seed), config)
-
-
-def _program(run: Planned) -> Any:
-    """Equal for runs that can go together: the same model, kind of data, rounds and way to compute."""
-    config = run.config
-    reads = asdict(config.data) if not _same_data(run.case) else None
-    rounds = config.work.rounds + config.work.personal_rounds
-    return asdict(config.model), reads, rounds, asdict(replace(config.run, seed=0))
-
-
-def begun_together(left: Sequence[Planned]) -> list[list[Planned]]:
-    """The companies of unfinished runs that were begun; what was killed before it began is cleared away."""
-    companies: dict[tuple[str, ...], list[Planned]] = {}
-    for run in left:
-        if run.folder.exists() and not (run.folder / "config.toml").exists():
-            shutil.rmtree(run.folder)
-        elif run.folder.exists():
-            companies.setdefault(tuple(files.company_of(run.folder)), []).append(run)
-    for names, runs in list(companies.items()):
-        missing = [name for name in names if not (runs[0].folder.parent / name).exists()]
-        if missing and not any((run.folder / "metrics.jsonl").exists() for run in runs):
-            for run in companies.pop(names):  # killed while the company's folders were made
-                shutil.rmtree(run.folder)
-    return list(companies.values())
-
-
-def _same_data(case: Case) -> bool:
+def same_data(case: Case) -> bool:
     """Whether a case reads the samples that all others read."""
     reads = {f"data.{name}" for name in ("dataset", "file", "dir", "label", "device_column", "test_column")}
     return not reads & set(case.settings)
@@ -242,7 +161,7 @@ def summarise(folder: Path) -> dict[str, Any]:
     finals: dict[str, list[dict[str, Any]]] = {}
     for case in plan.cases:
         found = [run_folder(folder, case, seed) for seed in plan.seeds]
-        missing = [run for run in found if not files.is_finished(run)]
+        missing = [run for run in found if not (files.is_finished(run) or files.failure(run))]
         if missing:
             raise InputError(f"{missing[0]}: not finished; go on with: fedcpsl {plan.kind} --resume {folder}")
         finals[case.name] = [final_row(run, plan.reach) for run in found]
@@ -270,6 +189,10 @@ SUMMARISED = ("personal", "worst_tenth", "global", "localized", "validation", "u
 
 def final_row(run: Path, reach: Sequence[float]) -> dict[str, Any]:
     """One run's row: how it ended, and when it first got to some accuracies."""
+    failed = files.failure(run)
+    if failed:
+        nothing = {**dict.fromkeys(SUMMARISED), **dict.fromkeys(("reach_rounds", "reach_bytes"), [None] * len(reach))}
+        return {"run": str(run), "seed": files.read_run_config(run).run.seed, "failed": failed, **nothing}
     final, metrics = files.final_metrics(run), files.read_metrics(run)
     first = [next((m for m in metrics if (m["personal"]["mean"] or 0) >= target), None) for target in reach]
     return {

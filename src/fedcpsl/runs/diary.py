@@ -44,21 +44,23 @@ class Diary:
         for i, state in enumerate(states):
             metrics = None
             if pending and self.latest:
+                _stop_if_lost(self.latest[i], state.round, i)
                 metrics = self._metrics(state, self.latest[i], self._spent[i])
                 files.append_metrics(self._folders[i], metrics)
             self._watches[i](state.round, metrics)
 
     def _metrics(self, state: State, evaluation: Evaluation, spent: float) -> dict[str, Any]:
-        _stop_if_lost(evaluation, state.round)
         gaps = gap(state)._asdict() if self._gaps else None
         seconds = spent + (time.monotonic() - self._began) / len(self._folders)  # its share of everybody's time
         return evaluation.metrics(state) | {"gaps": gaps, "seconds": seconds}
 
 
-def _stop_if_lost(evaluation: Evaluation, round: int) -> None:
+def _stop_if_lost(evaluation: Evaluation, round: int, run: int) -> None:
     """Weights can grow absurd and still be numbers; then no prediction is one."""
     lost = [name for name, value in evaluation.losses.items() if value is not None and not isfinite(value)]
     if lost:
-        raise RunError(
+        error = RunError(
             f"the loss {lost[0]} is no longer a finite number after round {round}; use a smaller algorithm.eta"
         )
+        error.run = run
+        raise error

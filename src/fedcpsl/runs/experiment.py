@@ -133,7 +133,7 @@ def start_together(members: Sequence[Member]) -> list[Outcome]:
     for member in members:
         manifest = make_manifest(member.experiment.setup, member.experiment.federation, company)
         files.create(member.folder, member.experiment.config, manifest)
-    with _all_locked(members):
+    with _all_locked(members), _named(members):
         begin(members[0].folder, _known(members), [])
         return _run(members, None)
 
@@ -153,6 +153,8 @@ def _laid_out(members: Sequence[Member]) -> list[Member]:
 
 def resume(folder: Path, watch: Watch) -> Outcome:
     """Go on from the last checkpoint; ends as the uninterrupted run would have, bit for bit."""
+    if files.is_finished(folder) and not checkpoints(folder):
+        raise InputError(f"{folder}: is finished, and has kept its metrics alone; there is nothing to go on with")
     company = files.company_of(folder)
     if len(company) > 1:
         raise InputError(
@@ -174,7 +176,7 @@ def resume_together(folders: Sequence[Path], watches: Sequence[Watch], source: S
             raise InputError(f"{folder}: the data has changed since the run began; put the old data back")
         experiment = experiment._replace(setup=experiment.setup._replace(store_folder=folder))
         members.append(Member(experiment, folder, watch))
-    with _all_locked(members):
+    with _all_locked(members), _named(members):
         for member in members:
             manifest = files.read_manifest(member.folder)
             again = {"at": now(), **environment(member.experiment.setup.shelf.where)}
@@ -209,7 +211,7 @@ def _run(members: Sequence[Member], from_states: Sequence[State] | None) -> list
     diary = Diary([member.folder for member in members], [member.watch for member in members], config.run.gaps)
     states, saved = from_states, time.monotonic()
     with _stop_requests() as stop_requested:
-        for states in _simulated(members, setups, from_states):
+        for states in simulate_together(setups, from_states):
             round = states[0].round
             last = round == setups[0].total_rounds
             diary.note(states, evaluated=round % config.run.evaluate_every == 0 or last)
@@ -235,16 +237,17 @@ def _run(members: Sequence[Member], from_states: Sequence[State] | None) -> list
     return [Outcome(member.folder, state.round, finished=True) for member, state in zip(members, states, strict=True)]
 
 
-def _simulated(
-    members: Sequence[Member], setups: Sequence[Setup], states: Sequence[State] | None
-) -> Iterator[list[State]]:
-    """The rounds; what goes wrong in one of many runs is said of that run."""
+@contextmanager
+def _named(members: Sequence[Member]) -> Iterator[None]:
+    """What goes wrong in one of many runs is said of that run."""
     try:
-        yield from simulate_together(setups, states)
+        yield
     except RunError as error:
-        if len(members) > 1 and error.run is not None:
-            raise RunError(f"{members[error.run].folder}: {error}") from error
-        raise
+        if len(members) == 1 or error.run is None:
+            raise
+        named = RunError(f"{members[error.run].folder}: {error}")
+        named.run = error.run
+        raise named from error
 
 
 def _save_models(folder: Path, state: State, scaling: Scaling | None) -> None:

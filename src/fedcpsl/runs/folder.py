@@ -64,6 +64,17 @@ def is_finished(folder: Path) -> bool:
     return (folder / "devices.csv").exists()
 
 
+def mark_failed(folder: Path, reason: str) -> None:
+    """Have it known that a run cannot go on."""
+    write_whole(folder / "failed.txt", reason + "\n")
+
+
+def failure(folder: Path) -> str | None:
+    """Why a run could not go on, if so."""
+    path = folder / "failed.txt"
+    return path.read_text(encoding="utf-8").strip() if path.exists() else None
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))

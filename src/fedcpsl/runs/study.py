@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from fedcpsl.config import Config, read_config, setting, to_toml, with_settings
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.runs import folder as files
-from fedcpsl.runs.comparison import Announce, Case, Plan, run_all
+from fedcpsl.runs.companies import Announce, run_all
+from fedcpsl.runs.comparison import Case, Plan
 from fedcpsl.runs.experiment import with_whole_paths
 from fedcpsl.runs.files import write_whole
 

@@ -1,0 +1,239 @@
+"""Studies, by running them: shared runs, resumed after a kill, tables beside what is in print, failures said."""
+
+import csv
+import json
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from fedcpsl.config import with_settings
+from fedcpsl.errors import InputError
+from fedcpsl.runs.study import find_study, known_studies, lines_of, paper_studies, plan_of, read_study, with_more
+
+from .command import fedcpsl, spawn
+
+BASE = """
+[data]
+dataset = "digits"
+devices = 4
+[model]
+hidden = [8]
+[work]
+rounds = 3
+active = 2
+[run]
+keep = "metrics"
+"""
+STUDY = """
+title = "Two algorithms"
+bases = { digits = "base.toml" }
+chosen = "chosen.toml"
+seeds = 2
+reach = { digits = [0.05, 0.999] }
+
+[panels."m = 2"]
+work.active = 2
+[panels."m = 3"]
+work.active = 3
+
+[rows.FedCPSL]
+algorithm.name = "fedcpsl"
+[rows.APFSL]
+algorithm.name = "apfsl"
+[rows.FedSHVR]
+algorithm.name = "fedshvr"
+work.active = "auto"
+
+[published.digits]
+"m = 2" = { FedCPSL = 98.2 }
+"""
+CHOSEN = "[digits.apfsl]\nalgorithm.alpha_p = 0.1\nalgorithm.eta = 0.01\n"
+
+
+@pytest.fixture
+def desk(tmp_path):
+    (tmp_path / "base.toml").write_text(BASE)
+    (tmp_path / "chosen.toml").write_text(CHOSEN)
+    (tmp_path / "pair.toml").write_text(STUDY)
+    return tmp_path
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_study_is_run_once_and_its_tables_are_the_means_of_its_runs(desk):
+    done = fedcpsl("paper", "pair.toml", "--out", "o", cwd=desk)
+    assert done.returncode == 0, done.stderr
+    runs = desk / "o" / "digits" / "runs"
+    assert len(list(runs.iterdir())) == 10  # FedSHVR's are the same in both panels
+    assert {p.name for p in next(runs.iterdir()).iterdir()} - {".lock"} == {
+        "config.toml",
+        "manifest.json",
+        "metrics.jsonl",
+        "devices.csv",
+    }
+    results = desk / "o" / "digits" / "results"
+    rows = rows_of(results / "pair.csv")
+    assert len(rows) == 12
+    ours = [float(r["personal"]) for r in rows if (r["panel"], r["row"]) == ("m = 2", "FedCPSL")]
+    last = [
+        json.loads((runs / f"fedcpsl-seed{seed}" / "metrics.jsonl").read_text().splitlines()[-1]) for seed in (0, 1)
+    ]
+    assert ours == pytest.approx([m["personal"]["mean"] for m in last], abs=1e-6)
+    text = (results / "pair.md").read_text()
+    assert f"| FedCPSL | {100 * np.mean(ours):.2f} ± " in text
+    assert "(98.2) |" in text
+    other = [float(r["personal"]) for r in rows if (r["panel"], r["row"]) == ("m = 2", "APFSL")]
+    assert f"| APFSL | {100 * (np.mean(ours) - np.mean(other)):+.2f} ± " in text
+    assert "`fedcpsl paper pair.toml`" in text
+    assert len(rows_of(results / "pair-curves.csv")) == 12 * 4
+    assert (results / "pair.svg").read_text().lstrip().startswith("<?xml")
+    assert "Two algorithms" in (results / "pair.html").read_text()
+
+    before = {run: (run / "metrics.jsonl").stat().st_mtime_ns for run in runs.iterdir()}
+    again = fedcpsl("paper", "pair.toml", "--out", "o", "--seeds", "3", cwd=desk)
+    assert again.returncode == 0, again.stderr
+    assert len(list(runs.iterdir())) == 15
+    assert all((run / "metrics.jsonl").stat().st_mtime_ns == at for run, at in before.items())
+
+    (desk / "other.toml").write_text(STUDY.replace("Two algorithms", "Another").replace("work.active = 3", ""))
+    planned = fedcpsl("paper", "other.toml", "--out", "o", "--dry-run", cwd=desk)
+    assert planned.stdout.splitlines()[-1] == "other on digits: 6 runs, 0 to do"
+
+
+def test_killed_and_asked_again_it_ends_the_same(desk):
+    (desk / "base.toml").write_text(BASE.replace("rounds = 3", "rounds = 60") + "checkpoint_seconds = 0.2\n")
+    straight = fedcpsl("paper", "pair.toml", "--out", "a", cwd=desk)
+    assert straight.returncode == 0, straight.stderr
+    process = spawn("paper", "pair.toml", "--out", "b", cwd=desk)
+    deadline = time.monotonic() + 60
+    while not list((desk / "b").glob("digits/runs/*/checkpoints/*")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    again = fedcpsl("paper", "pair.toml", "--out", "b", cwd=desk)
+    assert again.returncode == 0, again.stderr
+    for name in ("pair.csv", "pair-curves.csv"):
+        a, b = ((desk / out / "digits" / "results" / name).read_text() for out in "ab")
+        assert a == b
+
+
+def test_a_map_and_a_trend(desk):
+    grid = (
+        "[grid]\nalgorithm.alpha_p = [0.01, 0.1]\nalgorithm.alpha_r = [0.01, 0.03]\n[settings]\ndata.validation = 0.2\n"
+    )
+    rows = '[rows.FedCPSL]\ngrid.algorithm.eta_g = ["mean_steps", "mean_effective_steps"]\n'
+    head = 'title = "Choosing"\nbases = { digits = "base.toml" }\nseeds = 1\n'
+    (desk / "tune.toml").write_text(f'{head}shows = "map"\n{grid}{rows}')
+    panels = '[panels."10 %"]\ndata.labelled = 0.1\n[panels."50 %"]\ndata.labelled = 0.5\n'
+    (desk / "labels.toml").write_text(f'{head}shows = "trend"\n{panels}[rows.FedCPSL]\nalgorithm.name = "fedcpsl"\n')
+    done = fedcpsl("paper", "tune.toml", "labels.toml", "--out", "o", cwd=desk)
+    assert done.returncode == 0, done.stderr
+    results = desk / "o" / "digits" / "results"
+    found = rows_of(results / "tune.csv")
+    assert len(found) == 8
+    best = max(found, key=lambda r: float(r["validation"]))
+    line = (results / "tune.md").read_text().splitlines()[4]
+    assert best["algorithm.alpha_p"] in line
+    assert f"{100 * float(best['validation']):.2f}" in line
+    assert "mean_effective_steps" in (results / "tune.svg").read_text()
+    assert "50 %" in (results / "labels.svg").read_text()
+
+
+def test_a_run_that_fails_does_not_take_the_others_with_it(desk):
+    (desk / "pair.toml").write_text(STUDY + '[rows."far too fast"]\nalgorithm.name = "fedcpsl"\nalgorithm.eta = 1e30\n')
+    done = fedcpsl("paper", "pair.toml", "--out", "o", "--seeds", "1", cwd=desk)
+    assert done.returncode == 1
+    assert "2 of 7 runs failed" in done.stderr
+    assert "use a smaller algorithm.eta" in done.stderr
+    text = (desk / "o" / "digits" / "results" / "pair.md").read_text()
+    assert "| far too fast | - (1 failed) | - (1 failed) |" in text
+    assert "| FedSHVR | " in text
+
+
+def test_studies_that_come_with_it_can_be_planned():
+    assert set(paper_studies()) <= set(known_studies())
+    for name in known_studies():
+        study = find_study(name)
+        for dataset in study.bases:
+            plan = plan_of([study], dataset)
+            assert len({case.name for case in plan.cases}) == len(plan.cases)
+            for case in plan.cases:
+                with_settings(plan.base, case.settings)
+            for panel, rows in study.published.get(dataset, {}).items():
+                assert panel in study.panels
+                assert set(rows) <= set(study.rows)
+            if name in paper_studies():
+                assert len(plan.seeds) == 5
+    table = find_study("table")
+    shared = plan_of([find_study(name) for name in ("table", "apfl", "hlu")], "mnist")
+    assert len(shared.cases) == len(plan_of([table], "mnist").cases)  # the figures cost nothing more
+
+
+def test_validation_seeds_are_not_the_reported_ones():
+    for name in ("tune", "har-tune"):
+        study = find_study(name)
+        assert study.settings["data.validation"] > 0
+        assert study.first_seed >= 100
+
+
+def test_a_row_beats_what_was_chosen_and_what_is_given(desk):
+    text = STUDY.replace('algorithm.name = "apfsl"', 'algorithm.name = "apfsl"\nalgorithm.eta = 0.02')
+    (desk / "pair.toml").write_text(text)
+    study = with_more(read_study(desk / "pair.toml"), {"algorithm.eta": 0.5, "algorithm.gamma": 0.1})
+    line = next(line for line in lines_of(study, "digits") if line.row == "APFSL")
+    config = with_settings(study.bases["digits"], line.case.settings).algorithm
+    assert (config.eta, config.alpha_p, config.gamma) == (0.02, 0.1, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('title = "Two algorithms"', 'titel = "x"', "titel: no such key of a study; did you mean 'title'?"),
+        ('title = "Two algorithms"', "", "a study needs title"),
+        ("work.active = 2", "work.activ = 2", "did you mean 'active'?"),
+        ("seeds = 2", 'seeds = 2\nreference = "FedCPS"', "no such row; did you mean"),
+        ("seeds = 2", 'seeds = "2"', "seeds: must be a int"),
+        ("seeds = 2", 'seeds = 2\nshows = "bars"', "give one of curves, map, trend"),
+        ('"base.toml"', '"bases.toml"', "no such config file"),
+        ("work.active = 3", "active = 3", "give it as SECTION.KEY = VALUE"),
+    ],
+)
+def test_a_wrong_study_is_named(desk, old, new, words):
+    (desk / "pair.toml").write_text(STUDY.replace(old, new))
+    with pytest.raises(InputError, match=words.replace("?", r"\?")):
+        read_study(desk / "pair.toml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["tabel"], "did you mean 'table'?"),
+        (["pair.toml", "--dataset", "mnist"], "they have digits"),
+        (["pair.toml", "--seed", "3"], "give --seeds N"),
+        (["pair.toml", "--seeds", "0"], "at least 1"),
+        (["pair.toml", "--gamma", "2"], "algorithm.gamma = 2"),
+    ],
+)
+def test_a_wrong_command_is_one_line(desk, arguments, words):
+    done = fedcpsl("paper", *arguments, cwd=desk)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (desk / "runs").exists()
+
+
+def test_runs_with_other_settings_are_not_mixed(desk):
+    assert fedcpsl("paper", "pair.toml", "--out", "o", "--seeds", "1", cwd=desk).returncode == 0
+    done = fedcpsl("paper", "pair.toml", "--out", "o", "--seeds", "1", "--rounds", "4", cwd=desk)
+    assert done.returncode == 2
+    assert "its runs have another work.rounds" in done.stderr
+    run = next((desk / "o" / "digits" / "runs").iterdir())
+    resumed = fedcpsl("run", "--resume", run, cwd=desk)
+    assert (resumed.returncode, "has kept its metrics alone" in resumed.stderr) == (2, True)
