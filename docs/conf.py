@@ -10,7 +10,7 @@ from fedcpsl.kinds import toml_value
 project = "fedcpsl"
 release = version = fedcpsl.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "results/*"]  # tables that results.md includes
 default_role = "literal"  # docstrings write `name` for code
 html_theme = "furo"
 html_title = f"fedcpsl {release}"

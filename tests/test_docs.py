@@ -12,6 +12,7 @@ from PIL import Image
 
 from fedcpsl.cli import parser, run_command
 from fedcpsl.config import FLAGS, Config, parse_value, read_config, setting, with_settings
+from fedcpsl.runs.study import lines_of, read_study
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -104,7 +105,12 @@ def assert_parses(arguments):
 def test_a_config_is_accepted(block, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(block.content)
-    with_settings(Config(), read_config(path))
+    (tmp_path / "base.toml").write_text("")
+    if "[rows." in block.content:
+        study = read_study(path)
+        assert all(lines_of(study, dataset) for dataset in study.bases)
+    else:
+        with_settings(Config(), read_config(path))
 
 
 @pytest.mark.parametrize("page", sorted({b.page for b in BLOCKS if b.language == "python"}))
@@ -123,6 +129,7 @@ LESS_WORK = {
     "compare": ["--rounds", "1", "--seeds", "1", "--set", "run.processes=1"],
     "sweep": ["--rounds", "1", "--seeds", "1", "--set", "run.processes=1"],
     "data": [],
+    "paper": ["--dry-run"],
 }
 
 

@@ -100,6 +100,11 @@ def test_a_study_is_run_once_and_its_tables_are_the_means_of_its_runs(desk):
     assert len(list(runs.iterdir())) == 15
     assert all((run / "metrics.jsonl").stat().st_mtime_ns == at for run, at in before.items())
 
+    partial = fedcpsl("paper", "pair.toml", "--out", "o", "--seeds", "4", "--partial", cwd=desk)
+    assert partial.returncode == 0, partial.stderr
+    assert "(3 of 4 seeds)" in (results / "pair.md").read_text()
+    assert len(list(runs.iterdir())) == 15
+
     (desk / "other.toml").write_text(STUDY.replace("Two algorithms", "Another").replace("work.active = 3", ""))
     planned = fedcpsl("paper", "other.toml", "--out", "o", "--dry-run", cwd=desk)
     assert planned.stdout.splitlines()[-1] == "other on digits: 6 runs, 0 to do"
@@ -200,7 +205,7 @@ def test_a_row_beats_what_was_chosen_and_what_is_given(desk):
         ("work.active = 2", "work.activ = 2", "did you mean 'active'?"),
         ("seeds = 2", 'seeds = 2\nreference = "FedCPS"', "no such row; did you mean"),
         ("seeds = 2", 'seeds = "2"', "seeds: must be a int"),
-        ("seeds = 2", 'seeds = 2\nshows = "bars"', "give one of curves, map, trend"),
+        ("seeds = 2", 'seeds = 2\nshows = "bars"', "give one of curves, map, trend, rate"),
         ('"base.toml"', '"bases.toml"', "no such config file"),
         ("work.active = 3", "active = 3", "give it as SECTION.KEY = VALUE"),
     ],

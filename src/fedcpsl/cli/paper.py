@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fedcpsl.runs.study import Study
 
 PAPER = "table, beta, momentum, shvr, apfl, hlu, or all of these"
-OTHERS = "tune; labels, ablation, parts, classes, dirichlet; har"
+OTHERS = "tune; labels, ablation, parts, classes, dirichlet, shards, gap; har, har-tune"
 
 
 def add(commands: Any) -> None:
@@ -32,6 +32,7 @@ def add(commands: Any) -> None:
     )
     paper.add_argument("--seeds", type=int, metavar="N", help="how many seeds [as the study says, mostly 5]")
     paper.add_argument("--out", type=Path, default=Path("runs/paper"), metavar="FOLDER", help="[runs/paper]")
+    paper.add_argument("--partial", action="store_true", help="run nothing; write results of what is finished")
     paper.add_argument("--dry-run", action="store_true", help="print the runs and how many are missing")
     add_settings(paper, leave_out=("--algorithm", "--data"), config=False)
     paper.set_defaults(command=_paper)
@@ -63,7 +64,8 @@ def _run(parsed: argparse.Namespace, studies: Sequence["Study"], dataset: str) -
     from rich.console import Console
 
     from fedcpsl.report.comparison import comparison_progress
-    from fedcpsl.report.study import cells_of, print_study, write_study
+    from fedcpsl.report.matrices import cells_of
+    from fedcpsl.report.study import print_study, write_study
     from fedcpsl.runs.comparison import run_folder
     from fedcpsl.runs.folder import is_finished
     from fedcpsl.runs.study import plan_of, run_plan
@@ -76,8 +78,10 @@ def _run(parsed: argparse.Namespace, studies: Sequence["Study"], dataset: str) -
         print(*(f"{run}{'' if run in missing else '  (done)'}" for run in runs), sep="\n")
         print(f"{', '.join(study.name for study in studies)} on {dataset}: {len(runs)} runs, {len(missing)} to do")
         return 0
-    with comparison_progress(len(runs), Console(stderr=True)) as announce:
-        finished = run_plan(folder, plan, announce)
+    finished = parsed.partial
+    if not parsed.partial:
+        with comparison_progress(len(runs), Console(stderr=True)) as announce:
+            finished = run_plan(folder, plan, announce)
     if not finished:
         print("fedcpsl: stopped; give the same command again to go on", file=sys.stderr)
         return 130

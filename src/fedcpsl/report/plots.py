@@ -95,6 +95,23 @@ def trend(means: Mapping[str, Sequence[tuple[str, float, float]]], of: str) -> s
     return _svg(figure)
 
 
+def rate(means: Mapping[str, Sequence[tuple[float, Sequence[float]]]]) -> str:
+    """Mean gaps of runs with more and more rounds R, on logarithmic scales, beside 1/sqrt(R), as SVG."""
+    import numpy as np
+
+    figure, axes = _axes(6.4, 4.2)
+    for colour, (row, points) in zip(_colours(len(means)), means.items(), strict=True):
+        rounds, middle = [r for r, _ in points], [float(np.mean(values)) for _, values in points]
+        axes.loglog(rounds, middle, color=colour, label=row, marker="o", markersize=4, linewidth=1.6)
+        for r, values in points:
+            axes.loglog([r] * len(values), values, color=colour, marker=".", linestyle="", alpha=0.5)
+        slope = [middle[0] * (rounds[0] / r) ** 0.5 for r in rounds]
+        axes.loglog(rounds, slope, color=colour, linestyle="--", linewidth=1, label="1/sqrt(R)")
+    axes.set(xlabel="rounds R", ylabel="optimality gap, mean over rounds")
+    axes.legend(frameon=False, labelcolor=GREY)
+    return _svg(figure)
+
+
 def _draw_curves(axes: Any, curves: Mapping[str, tuple[Sequence[int], Any]]) -> None:
     import numpy as np
 

@@ -2,10 +2,10 @@
 
 import csv
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -13,40 +13,15 @@ from rich.console import Console
 from rich.table import Table
 
 from fedcpsl.report.comparison import FILE_WIDTH, curve_of
+from fedcpsl.report.matrices import Cell, Matrix, cells_of, judged, matrices, mean_gaps
 from fedcpsl.report.page import html_page, inline_svg
-from fedcpsl.report.plots import maps, panels_of_curves, trend
-from fedcpsl.runs.comparison import final_row, interval, reached, run_folder
+from fedcpsl.report.plots import maps, panels_of_curves, rate, trend
+from fedcpsl.runs.comparison import interval
 from fedcpsl.runs.files import write_whole
 from fedcpsl.runs.folder import read_manifest, read_metrics, read_run_config
-from fedcpsl.runs.study import Line, Study, lines_of
+from fedcpsl.runs.study import Study
 
 CURVES = ("personal", "global")
-
-
-class Cell(NamedTuple):
-    """A case of a study and how its runs ended, one per seed."""
-
-    line: Line
-    folders: list[Path]
-    runs: list[dict[str, Any]]
-
-
-class Matrix(NamedTuple):
-    """A table of a study: rows by panels."""
-
-    caption: str
-    head: list[str]
-    rows: list[list[str]]
-
-
-def cells_of(folder: Path, study: Study, dataset: str, seeds: Sequence[int]) -> list[Cell]:
-    """Every case of a finished study."""
-    reach = study.reach.get(dataset, [])
-    cells = []
-    for line in lines_of(study, dataset):
-        folders = [run_folder(folder, line.case, seed) for seed in seeds]
-        cells.append(Cell(line, folders, [final_row(run, reach) for run in folders]))
-    return cells
 
 
 def write_study(folder: Path, study: Study, dataset: str, seeds: Sequence[int]) -> Path:
@@ -79,107 +54,20 @@ def print_study(study: Study, dataset: str, cells: Sequence[Cell]) -> None:
         console.print(table)
 
 
-def matrices(study: Study, dataset: str, cells: Sequence[Cell]) -> list[Matrix]:
-    """Accuracy, the reference's lead, rounds to accuracies, and the worst devices: rows by panels."""
-    if study.shows == "map":
-        return _best_points(study, cells)
-    first, published = study.reference, study.published.get(dataset, {})
-    by_place = {(cell.line.panel, cell.line.row): cell for cell in cells}
-
-    def accuracy(cell: Cell) -> str:
-        printed = published.get(cell.line.panel, {}).get(cell.line.row)
-        return _mean(cell, "personal") + (f" ({printed:g})" if printed is not None else "")
-
-    def lead(cell: Cell) -> str:
-        of_first = by_place[cell.line.panel, first]
-        return "the same runs" if cell.folders == of_first.folders else _lead(of_first, cell)
-
-    inside = " In brackets: the paper's figure, of one run." if published else ""
-    tables = [_matrix(study, by_place, f"Personal accuracy, %, mean over devices and seeds.{inside}", accuracy)]
-    if len(study.rows) > 1:
-        caption = f"By how much {first} is ahead of each row, in points, paired by seed."
-        tables.append(_matrix(study, by_place, caption, lead, leave_out=first))
-    for k, target in enumerate(study.reach.get(dataset, [])):
-        caption = f"First round at {100 * target:g} % or more, mean over the seeds that got there."
-        tables.append(_matrix(study, by_place, caption, lambda cell, k=k: _reached(cell, k)))  # type: ignore[misc]
-    caption = "The worst tenth of devices: their personal accuracy, %."
-    tables.append(_matrix(study, by_place, caption, lambda cell: _mean(cell, "worst_tenth")))
-    caption = "The global model on the devices' own tests, %."
-    return [*tables, _matrix(study, by_place, caption, lambda cell: _mean(cell, "global"))]
-
-
-def _matrix(
-    study: Study,
-    by_place: Mapping[tuple[str, str], Cell],
-    caption: str,
-    text: Callable[[Cell], str],
-    leave_out: str = "",
-) -> Matrix:
-    shown = [row for row in study.rows if row != leave_out]
-    rows = [[row, *(text(by_place[panel, row]) for panel in study.panels)] for row in shown]
-    return Matrix(caption, ["", *(panel or "accuracy" for panel in study.panels)], rows)
-
-
-def _best_points(study: Study, cells: Sequence[Cell]) -> list[Matrix]:
-    """For every row of a map the points that did best."""
-    tables = []
-    for row in study.rows:
-        own = sorted((c for c in cells if c.line.row == row), key=lambda c: -_judged(c)[0])
-        keys = list(own[0].line.point)
-        rows = [[*(str(c.line.point[key]) for key in keys), f"{_judged(c)[0]:.2f}", _spread(c)] for c in own[:5]]
-        head = [*(key.partition(".")[2] for key in keys), "accuracy, %", "by seed"]
-        tables.append(Matrix(f"{row}: the best five of {len(own)} points.", head, rows))
-    return tables
-
-
-def _judged(cell: Cell) -> tuple[float, str]:
-    """The mean by which a point is judged, %: on validation samples where there are some, else on the tests."""
-    key = "validation" if any(run["validation"] is not None for run in cell.runs) else "personal"
-    values = [run[key] for run in cell.runs]
-    return (100 * float(np.mean(values)) if None not in values else float("-inf")), key
-
-
-def _spread(cell: Cell) -> str:
-    key = _judged(cell)[1]
-    return ", ".join("failed" if run[key] is None else f"{100 * run[key]:.2f}" for run in cell.runs)
-
-
-def _mean(cell: Cell, key: str) -> str:
-    """Mean and interval over the seeds that came to an end, and how many did not."""
-    failed = sum("failed" in run for run in cell.runs)
-    found = interval([run[key] for run in cell.runs if "failed" not in run])
-    if found is None:
-        return f"- ({failed} failed)" if failed else "-"
-    half = found["half_width"]
-    text = f"{100 * (found['mean'] or 0):.2f}" + ("" if half is None else f" ± {100 * half:.2f}")
-    return f"{text} ({failed} failed)" if failed else text
-
-
-def _lead(first: Cell, cell: Cell) -> str:
-    pairs = zip(first.runs, cell.runs, strict=True)
-    found = interval([a["personal"] - b["personal"] for a, b in pairs if None not in (a["personal"], b["personal"])])
-    if found is None:
-        return "-"
-    half = found["half_width"]
-    return f"{100 * (found['mean'] or 0):+.2f}" + ("" if half is None else f" ± {100 * half:.2f}")
-
-
-def _reached(cell: Cell, k: int) -> str:
-    found = reached(cell.runs, k)
-    if not found["runs"]:
-        return "-"
-    some = "" if found["runs"] == len(cell.runs) else f" ({found['runs']} of {len(cell.runs)})"
-    return f"{found['rounds']:.0f}{some}"
-
-
 def _picture(study: Study, cells: Sequence[Cell]) -> str:
     if study.shows == "map":
         return _maps(cells)
+    if study.shows == "rate":
+        return rate(
+            {row: [(float(c.line.panel), mean_gaps(c)) for c in cells if c.line.row == row] for row in study.rows}
+        )
     if study.shows == "trend":
         return trend(_trends(study, cells), study.title)
     panels: dict[str, dict[str, tuple[list[int], Any]]] = {}
     for cell in cells:
         runs = [read_metrics(folder) for folder in cell.folders]
+        if not runs:
+            continue
         panels.setdefault(cell.line.panel, {})[cell.line.row] = curve_of(runs)
     return panels_of_curves(panels)
 
@@ -187,7 +75,7 @@ def _picture(study: Study, cells: Sequence[Cell]) -> str:
 def _trends(study: Study, cells: Sequence[Cell]) -> dict[str, list[tuple[str, float, float]]]:
     points: dict[str, list[tuple[str, float, float]]] = {row: [] for row in study.rows}
     for cell in cells:
-        found = interval([run["personal"] for run in cell.runs])
+        found = interval([run["personal"] for run in cell.runs if run["personal"] is not None])
         if found and found["mean"] is not None:
             points[cell.line.row].append((cell.line.panel, 100 * found["mean"], 100 * (found["half_width"] or 0)))
     return points
@@ -203,8 +91,8 @@ def _maps(cells: Sequence[Cell]) -> str:
         rest = [str(value) for key, value in point.items() if key not in (x, y)]
         title = ", ".join([cell.line.row, *([cell.line.panel] if cell.line.panel else []), *rest])
         table = panels.setdefault(title, np.full((len(ys), len(xs)), np.nan))
-        judged = _judged(cell)[0]
-        table[ys.index(point[y]), xs.index(point[x])] = judged if np.isfinite(judged) else np.nan
+        value = judged(cell)[0]
+        table[ys.index(point[y]), xs.index(point[x])] = value if np.isfinite(value) else np.nan
     return maps(panels, (x.partition(".")[2], list(map(str, xs))), (y.partition(".")[2], list(map(str, ys))))
 
 
@@ -231,11 +119,12 @@ def _curves(cells: Sequence[Cell]) -> str:
     table = csv.writer(text, lineterminator="\n")
     table.writerow(["panel", "row", "seed", "round", *CURVES])
     for cell in cells:
-        for folder, run in zip(cell.folders, cell.runs, strict=True):
+        for folder in cell.folders:
+            seed = read_run_config(folder).run.seed
             for m in read_metrics(folder):
                 means = [m[key]["mean"] if m[key] else None for key in CURVES]
                 shown = ["" if v is None else f"{v:.4f}" for v in means]
-                table.writerow([cell.line.panel, cell.line.row, run["seed"], m["round"], *shown])
+                table.writerow([cell.line.panel, cell.line.row, seed, m["round"], *shown])
     return text.getvalue()
 
 

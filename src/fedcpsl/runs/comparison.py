@@ -189,10 +189,8 @@ SUMMARISED = ("personal", "worst_tenth", "global", "localized", "validation", "u
 
 def final_row(run: Path, reach: Sequence[float]) -> dict[str, Any]:
     """One run's row: how it ended, and when it first got to some accuracies."""
-    failed = files.failure(run)
-    if failed:
-        nothing = {**dict.fromkeys(SUMMARISED), **dict.fromkeys(("reach_rounds", "reach_bytes"), [None] * len(reach))}
-        return {"run": str(run), "seed": files.read_run_config(run).run.seed, "failed": failed, **nothing}
+    if files.failure(run):
+        return no_row(run, files.read_run_config(run).run.seed, reach) | {"failed": files.failure(run)}
     final, metrics = files.final_metrics(run), files.read_metrics(run)
     first = [next((m for m in metrics if (m["personal"]["mean"] or 0) >= target), None) for target in reach]
     return {
@@ -207,6 +205,12 @@ def final_row(run: Path, reach: Sequence[float]) -> dict[str, Any]:
         "reach_rounds": [m and m["round"] for m in first],
         "reach_bytes": [m and m["uplink_bytes"] for m in first],
     }
+
+
+def no_row(run: Path, seed: int, reach: Sequence[float]) -> dict[str, Any]:
+    """The row of a run that has not come to an end."""
+    empty = dict.fromkeys(("reach_rounds", "reach_bytes"), [None] * len(reach))
+    return {"run": str(run), "seed": seed, **dict.fromkeys(SUMMARISED), **empty}
 
 
 def reached(runs: Sequence[Mapping[str, Any]], k: int) -> dict[str, Any]:

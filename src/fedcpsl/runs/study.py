@@ -32,7 +32,7 @@ KEYS = {
     "reach": dict,
     "published": dict,
 }
-SHOWS = ("curves", "map", "trend")
+SHOWS = ("curves", "map", "trend", "rate")
 
 
 class Study(NamedTuple):
@@ -40,7 +40,7 @@ class Study(NamedTuple):
 
     name: str
     title: str
-    shows: str  # curves by round, a map over a grid, or a trend over panels
+    shows: str  # curves by round, a map over a grid, a trend over panels, or the rate at which gaps fall
     bases: dict[str, Config]  # by data set
     datasets: list[str]  # those run unless one is asked for
     chosen: dict[str, dict[str, Settings]]  # by data set and algorithm: what a study of its own has chosen
