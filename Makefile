@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-.PHONY: demo test check lint docs bench bench-cifar bench-devices bench-processes bench-gpu bench-peers uplink large-table clean
+.PHONY: demo test soak soak-calm check lint docs bench bench-cifar bench-devices bench-processes bench-gpu bench-peers bench-federation uplink large-table clean
 
 demo: .venv/ready
 	$(BIN)/fedcpsl run
@@ -45,6 +45,16 @@ bench-gpu: .venv/ready
 
 bench-peers: .venv/ready
 	$(BIN)/python benchmarks/cifar_peers.py
+
+# real processes under SIGKILL, minutes long; make soak-calm compares five of them with the simulator
+soak: .venv/ready-dev
+	$(BIN)/python -m tests.soak_federation
+
+soak-calm: .venv/ready-dev
+	$(BIN)/python -m tests.soak_federation --calm --rounds 5
+
+bench-federation: .venv/ready-dev
+	@$(BIN)/python benchmarks/federation.py
 
 uplink: .venv/ready
 	@$(BIN)/python benchmarks/uplink.py

@@ -20,6 +20,8 @@ ORDER = [
     ["examination"],
     ["theory"],
     ["vectors", "runs"],
+    ["federation"],
+    ["flower"],
     ["report"],
     ["cli"],
     ["__main__"],

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from fedcpsl import __version__
-from fedcpsl.cli import compare, data, paper, run, show, sweep, verify
+from fedcpsl.cli import compare, data, federation, join, keys, paper, predict, run, serve, show, sweep, verify
 from fedcpsl.errors import InputError, RunError, did_you_mean
 from fedcpsl.torchrun import place
 
@@ -24,6 +24,7 @@ examples:
   fedcpsl sweep --grid alpha_p=.01,.03,.1 --grid beta=.5,.75
   fedcpsl paper table --dataset mnist           the paper's table, every cell over 5 seeds
   fedcpsl show runs/*                           past runs
+  fedcpsl keys keys --server fl.example.org --devices phone-1 phone-2
 """
 
 
@@ -94,6 +95,6 @@ def parser() -> Parser:
     )
     top.add_argument("--version", action="version", version=f"fedcpsl {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
-    for command in (run, data, compare, sweep, paper, show, verify):
+    for command in (run, data, compare, sweep, paper, show, verify, keys, serve, join, predict, federation):
         command.add(commands)
     return top

@@ -51,6 +51,17 @@ def append_line(path: Path, line: str) -> None:
         os.close(descriptor)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it where they are missing, and have their names on disk."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for each in missing:
+            _sync_folder(each.parent)
+    except OSError as error:
+        raise RunError(f"{folder}: cannot be made: {error.strerror}; give a folder that can be written to") from error
+
+
 def _sync_folder(folder: Path) -> None:
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY)

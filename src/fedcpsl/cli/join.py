@@ -1,0 +1,103 @@
+"""fedcpsl join: take part in a federation, with data that stays here."""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from fedcpsl.cli.serve import secured
+from fedcpsl.errors import InputError
+
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+EXPLAINED = """What leaves this device, and nothing else:
+  once           how many labelled and unlabelled training samples it has
+  in each round  theta_i - theta, the change of its copy of the global model: one number per parameter{protected};
+                 and how many steps it took
+  {accuracy}
+  where it cannot take part, one line that says why
+What never leaves it: samples, labels, pseudo-labels, its localized model, its control variate.
+What it receives: the global model, the global control variate, the job's settings."""
+
+
+def add(commands: Any) -> None:
+    join = commands.add_parser(
+        "join",
+        help="take part in a federation with this machine's data",
+        description="Join a server that `fedcpsl serve` runs. Samples, labels and the personal model stay here.",
+        allow_abbrev=False,
+    )
+    join.add_argument("server", metavar="HOST:PORT", help="the server")
+    join.add_argument("--data", type=Path, required=True, metavar="FILE", help="an .npz, .csv, .tsv or .parquet file")
+    join.add_argument("--label", default="", metavar="COLUMN", help="the column of a table that is the label")
+    join.add_argument("--test-column", default="", metavar="COLUMN", help="the column that marks test rows")
+    join.add_argument("--name", required=True, help="what this device is called; its key has that name")
+    join.add_argument("--keys", type=Path, metavar="FOLDER", help="with ca.crt and this device's key, NAME")
+    join.add_argument("--insecure", action="store_true", help="no TLS and no key; a server on this machine alone")
+    join.add_argument("--folder", type=Path, metavar="FOLDER", help="where its state is kept [devices/NAME]")
+    join.add_argument("--budget", default="", metavar="30s", help="most time for the work of a round")
+    join.add_argument("--clip", type=float, default=0.0, metavar="NORM", help="shorten updates to this norm")
+    join.add_argument("--noise", type=float, default=0.0, help="Gaussian noise on updates, in units of --clip")
+    join.add_argument("--share-accuracy", action="store_true", help="tell the server this device's test accuracy")
+    join.add_argument("--explain", action="store_true", help="print what would be sent, and do nothing")
+    join.set_defaults(command=_join)
+
+
+def seconds(text: str) -> float:
+    """A time such as 30s, 5m or 1h; 0 for none."""
+    if not text:
+        return 0.0
+    number, unit = (text[:-1], text[-1]) if text[-1] in UNITS else (text, "s")
+    try:
+        found = float(number) * UNITS[unit]
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise InputError(f"--budget {text}: give a time such as 30s, 5m or 1h")
+    return found
+
+
+def _join(parsed: argparse.Namespace) -> int:
+    if parsed.explain:
+        protected = ", shortened to --clip and noised" if parsed.clip else ""
+        shared = "its test accuracy" if parsed.share_accuracy else "(its test accuracy, only with --share-accuracy)"
+        print(EXPLAINED.format(protected=protected, accuracy=shared))
+        return 0
+    keys, budget = secured(parsed.keys, insecure=parsed.insecure), seconds(parsed.budget)
+    if not parsed.data.exists():
+        raise InputError(f"{parsed.data}: no such file")
+    from fedcpsl.config import Data
+    from fedcpsl.federation.protection import Protection, check_protection
+    from fedcpsl.flower.joining import join
+    from fedcpsl.flower.member import Owner
+
+    logging.basicConfig(level=logging.INFO, format="fedcpsl: %(message)s")
+    data = Data(
+        dataset="own",
+        file=str(parsed.data.absolute()),
+        label=parsed.label,
+        test_column=parsed.test_column,
+        partition="iid",
+        devices=1,
+        labelled=1.0,
+    )
+    protection = Protection(parsed.clip, parsed.noise)
+    check_protection(protection)
+    folder = parsed.folder or Path("devices") / parsed.name
+    owner = Owner(parsed.name, data, folder, budget, protection, parsed.share_accuracy)
+    key = None if keys is None else _key(keys, parsed.name)
+    join(parsed.server, owner, None if keys is None else keys / "ca.crt", key, _say)
+    return 0
+
+
+def _key(keys: Path, name: str) -> Path:
+    """The device's private key, in its own folder or in that of all keys."""
+    places = [keys / name, keys / "devices" / name]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        raise InputError(f"{places[0]}: no such key; `fedcpsl keys` makes it")
+    return found
+
+
+def _say(text: str) -> None:
+    print(f"fedcpsl: {text}", file=sys.stderr, flush=True)

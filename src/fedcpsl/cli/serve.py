@@ -1,0 +1,92 @@
+"""fedcpsl serve and status: a federation's server."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedcpsl.errors import InputError
+
+
+def add(commands: Any) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="serve a federation of real devices",
+        description="Serve a job to devices that join with `fedcpsl join`: Flower's programs are started, kept up and "
+        "logged, and the job goes on from its last round after any kill. Needs `pip install 'fedcpsl[flower]'`.",
+        allow_abbrev=False,
+    )
+    serve.add_argument("job", type=Path, metavar="JOB.toml", help="a run's settings, and [federation]")
+    serve.add_argument("--keys", type=Path, metavar="FOLDER", help="what `fedcpsl keys` made")
+    serve.add_argument("--insecure", action="store_true", help="no TLS and no keys; on this machine alone")
+    serve.add_argument("--folder", type=Path, default=Path("federation"), help="where its state is kept [federation]")
+    serve.add_argument("--host", default="127.0.0.1", help="where to listen [127.0.0.1]")
+    serve.add_argument("--port", type=int, default=8443, help="[8443]")
+    serve.set_defaults(command=_serve)
+    status = commands.add_parser(
+        "status", help="how a federation is doing", description="Devices, round, accuracy, who is late."
+    )
+    status.add_argument("folder", type=Path, metavar="FOLDER", help="the server's folder")
+    status.add_argument("--json", action="store_true", help="as one JSON object")
+    status.set_defaults(command=_status)
+
+
+def secured(keys: Path | None, *, insecure: bool) -> Path | None:
+    """The keys to use; none only where that was asked for."""
+    if keys is None and not insecure:
+        raise InputError("--keys: give the folder that `fedcpsl keys` made (or --insecure, on one machine alone)")
+    if keys is not None and insecure:
+        raise InputError("--insecure: leave it out, or leave out --keys")
+    return keys
+
+
+def _serve(parsed: argparse.Namespace) -> int:
+    keys = secured(parsed.keys, insecure=parsed.insecure)
+    from fedcpsl.flower.serving import Place, serve_job
+
+    logging.basicConfig(level=logging.WARNING, format="fedcpsl: %(message)s")
+    place = Place(parsed.folder, keys, parsed.host, parsed.port)
+    serve_job(parsed.job, place, _say, say_status)
+    _print(_read(parsed.folder))
+    return 0
+
+
+def _say(text: str) -> None:
+    print(f"fedcpsl: {text}", file=sys.stderr, flush=True)
+
+
+def say_status(status: Mapping[str, Any]) -> None:
+    """One line for every turn."""
+    if status["waiting_for"]:
+        return _say(f"waiting for {status['waiting_for']} more devices")
+    known = [d["accuracy"] for d in status["devices"] if d["accuracy"] is not None]
+    mean = f", mean accuracy {100 * sum(known) / len(known):.1f} % of {len(known)} devices" if known else ""
+    for problem in [d["problem"] for d in status["devices"] if d["problem"]] + list(status["strangers"].values()):
+        _say(problem)
+    done = "all rounds are done" if status["over"] else f"round {status['round']} of {status['rounds']}"
+    return _say(f"{done}{mean}")
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    from fedcpsl.flower.status import read_status
+
+    return read_status(folder)
+
+
+def _print(status: Mapping[str, Any]) -> None:
+    from fedcpsl.report.federation import print_status
+
+    print_status(status)
+
+
+def _status(parsed: argparse.Namespace) -> int:
+    status = _read(parsed.folder)
+    if parsed.json:
+        from fedcpsl.runs.files import to_json
+
+        print(to_json(status, indent=2))
+    else:
+        _print(status)
+    return 0

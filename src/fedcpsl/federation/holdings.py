@@ -1,0 +1,76 @@
+"""The samples that a device holds, and the minibatches of its rounds."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedcpsl.federation.terms import Terms
+from fedcpsl.problem import Samples
+from fedcpsl.schedule import DeviceRound, Sizes, draw_tasks
+from fedcpsl.simulation import Setup
+
+
+class Holdings(NamedTuple):
+    """One device's samples as a network is given them, where they are computed with."""
+
+    x_labelled: Tensor
+    labels: Tensor  # one-hot
+    x_unlabelled: Tensor
+    x_test: Tensor
+    y_test: Tensor
+
+    @property
+    def labelled(self) -> int:
+        return len(self.x_labelled)
+
+    @property
+    def unlabelled(self) -> int:
+        return len(self.x_unlabelled)
+
+
+def holdings_of(setup: Setup, device: int = 0) -> Holdings:
+    """What one device of a setup holds."""
+    shelf = setup.shelf
+    hidden, mine = shelf.unlabelled_rows(device), shelf.all_rows(device)
+    seen, test = slice(mine.start, hidden.start), shelf.test.rows(device)
+    return Holdings(shelf.x(seen), shelf.one_hot[seen], shelf.x(hidden), shelf.test.x[test], shelf.test.y[test])
+
+
+def draw_task(terms: Terms, holdings: Holdings, seed: int, round: int, device: int, steps: int) -> DeviceRound:
+    """A device's part of a round, from the streams that the simulator would draw it from."""
+    sizes = Sizes(np.zeros(device + 1, np.int64), np.zeros(device + 1, np.int64))
+    sizes.labelled[device], sizes.unlabelled[device] = holdings.labelled, holdings.unlabelled
+    work = terms.work._replace(unit="steps", amount=steps, loss_rate=0.0)
+    method = terms.method
+    (task,) = draw_tasks(
+        seed, round, [device], sizes, work, unlabelled=method.parts.unlabelled, dropout=method.network.has_dropout
+    )
+    return task
+
+
+def minibatches(terms: Terms, holdings: Holdings, nu: Tensor, task: DeviceRound) -> Iterator[Samples]:
+    """The samples of a round's steps, one step at a time."""
+    where, widths = terms.where, (task.labelled.shape[1], task.unlabelled.shape[1])
+    labelled, unlabelled = (torch.from_numpy(drawn).to(where) for drawn in (task.labelled, task.unlabelled))
+    keys = None if task.keys is None else torch.from_numpy(_keys_of(task, terms.work.batch_labelled)).to(where)
+    weights = torch.zeros(2, sum(widths), dtype=terms.dtype, device=where)
+    weights[0, : widths[0]] = 1 / max(widths[0], 1)
+    weights[1, widths[0] :] = 1 / max(widths[1], 1)
+    for t in range(task.steps):
+        yield Samples(
+            x=torch.cat([holdings.x_labelled[labelled[t]], holdings.x_unlabelled[unlabelled[t]]]),
+            target=torch.cat([holdings.labels[labelled[t]], nu[unlabelled[t]]]),
+            labelled=weights[0],
+            unlabelled=weights[1],
+            keys=None if keys is None else keys[t],
+        )
+
+
+def _keys_of(task: DeviceRound, batch_labelled: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """The dropout keys of the rows that are there: labelled rows' keys come first, also where a device has none."""
+    assert task.keys is not None
+    first, rest = np.split(task.keys, [batch_labelled], 1)
+    return np.concatenate([first[:, : task.labelled.shape[1]], rest[:, : task.unlabelled.shape[1]]], 1)

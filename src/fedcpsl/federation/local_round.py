@@ -1,0 +1,94 @@
+"""One device's part of a round: pseudo-labels, then local steps, as many as fit into its time."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedcpsl.algorithm import Broadcast, Device, Hyper, Upload
+from fedcpsl.errors import RunError
+from fedcpsl.federation.holdings import Holdings, draw_task, minibatches
+from fedcpsl.federation.messages import Order
+from fedcpsl.federation.terms import Terms
+
+ROWS_AT_ONCE = 4096
+Clock = Callable[[], float]
+
+
+class Trained(NamedTuple):
+    """What a round leaves on the device, and the update before anything is done to it."""
+
+    device: Device
+    nu: Tensor
+    upload: Upload
+
+
+def train(
+    terms: Terms,
+    holdings: Holdings,
+    device: Device,
+    nu: Tensor,
+    order: Order,
+    budget: float,
+    clock: Clock,
+    *,
+    warming: bool,
+) -> Trained:
+    """Relabel, take at least one and at most `order.steps` steps within `budget` seconds (0: no limit), finish."""
+    begun = clock()
+    algorithm, method, hyper = terms.algorithm, terms.method, _hyper(terms, warming=warming)
+    broadcast = Broadcast(order.theta.to(terms.where), order.c.to(terms.where))
+    task = draw_task(terms, holdings, order.seed, order.turn.round, order.device, order.steps)
+    if not task.steps:
+        raise RunError("this device has no samples that the algorithm uses; nothing was done")
+    if method.parts.unlabelled and not warming:
+        nu = _relabel(terms, hyper, holdings, broadcast, device, nu)
+    local = algorithm.begin(method, hyper, broadcast, device)
+    done, since = 0, clock()
+    for samples in minibatches(terms, holdings, nu, task):
+        local = algorithm.step(method, hyper, local, samples)
+        done, now = done + 1, clock()
+        if budget and now - begun + (now - since) / done > budget:
+            break
+    steps = torch.tensor(done, device=terms.where)
+    device, upload = algorithm.finish(method, hyper, broadcast, device, local, steps)
+    if not (upload.delta.isfinite().all() and device.theta_lc.isfinite().all()):
+        raise RunError(
+            "this device's loss is no longer a finite number; the server should use a smaller algorithm.eta "
+            "(or algorithm.alpha_p)"
+        )
+    return Trained(device, nu, upload)
+
+
+def first_labels(terms: Terms, holdings: Holdings) -> Tensor:
+    """Uniform pseudo-labels; none where unlabelled samples are not used."""
+    classes = terms.method.network.classes
+    count = holdings.unlabelled if terms.method.parts.unlabelled else 0
+    return torch.full((count, classes), 1 / classes, dtype=terms.dtype, device=terms.where)
+
+
+def log_predictions(terms: Terms, theta: Tensor, theta_lc: Tensor, x: Tensor) -> Tensor:
+    """What the device's own model says of inputs, as log-probabilities."""
+    predict, pieces = terms.method.network.log_probabilities, []
+    with torch.no_grad():
+        for some in x.split(ROWS_AT_ONCE):
+            log_h_lc = predict(theta_lc, some) if terms.method.parts.personal else None
+            pieces.append(terms.algorithm.predict(terms.method, terms.hyper, predict(theta, some), log_h_lc))
+    return torch.cat(pieces)
+
+
+def _relabel(
+    terms: Terms, hyper: Hyper, holdings: Holdings, broadcast: Broadcast, device: Device, nu: Tensor
+) -> Tensor:
+    renew, count = terms.algorithm.relabel, holdings.unlabelled
+    pieces = zip(holdings.x_unlabelled.split(ROWS_AT_ONCE), nu.split(ROWS_AT_ONCE), strict=True)
+    return torch.cat([renew(terms.method, hyper, broadcast, device, x, part, count) for x, part in pieces])
+
+
+def _hyper(terms: Terms, *, warming: bool) -> Hyper:
+    """The device's numbers; while it warms up it has no unlabelled terms."""
+    if not warming:
+        return terms.hyper
+    nothing = torch.zeros_like(terms.hyper.alpha_p)
+    return terms.hyper._replace(alpha_p=nothing, alpha_r=nothing)

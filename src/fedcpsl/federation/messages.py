@@ -1,0 +1,232 @@
+"""What the server and the devices say to each other: a few numbers and words, and named tensors.
+
+A message is checked in full where it comes in, so what is behind that can trust it. A device sends its update and its
+step count; once its sizes; its accuracy if its owner shares it; and, where it refuses, why. Nothing else.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from fedcpsl.errors import RunError
+from fedcpsl.federation.terms import Terms, digest
+
+PROTOCOL = 1
+HELLO, TRAIN, END, REFUSAL = "hello", "train", "end", "refusal"
+LONGEST_REASON = 300
+LARGEST_COUNT = 1 << 53
+NEVER = -1
+COMMON: Mapping[str, type] = {"protocol": int, "run": str, "round": int, "attempt": int, "kind": str}
+OF_ORDER: Mapping[str, type] = {
+    **COMMON,
+    "settings": str,
+    "device": int,
+    "seed": int,
+    "counted_round": int,
+    "counted_attempt": int,
+    "steps": int,
+    "budget": float,
+}
+OF_ANSWER: Mapping[str, Mapping[str, type]] = {
+    HELLO: {**COMMON, "labelled": int, "unlabelled": int},
+    TRAIN: {**COMMON, "steps": int},
+    END: COMMON,
+    REFUSAL: {**COMMON, "reason": str},
+}
+
+
+class Message(NamedTuple):
+    """What a transport carries."""
+
+    header: dict[str, int | float | str]
+    tensors: dict[str, Tensor]
+
+
+class Lost(NamedTuple):
+    """What a transport says of an answer that will not come."""
+
+    reason: str
+
+
+class Transport(Protocol):
+    """Whatever carries messages; devices go by their names, which it vouches for."""
+
+    def present(self) -> Iterable[str]:
+        """The devices that can be reached now."""
+        ...
+
+    def send(self, messages: Mapping[str, Message], deadline: float) -> Iterable[tuple[str, Message | Lost]]:
+        """Deliver a message to each device; what came in within so many seconds, by whom."""
+        ...
+
+
+class Turn(NamedTuple):
+    """One attempt at one round: later ones compare greater, and no two orders of a run to a device share one."""
+
+    round: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"round {self.round}" + (f", attempt {self.attempt + 1}" if self.attempt else "")
+
+
+class Order(NamedTuple):
+    """Server to device."""
+
+    run: str
+    turn: Turn
+    kind: str
+    settings: str  # digest of the terms
+    theta: Tensor
+    c: Tensor  # empty but for training with control variates
+    device: int  # its place in the roster, which its random streams are keyed by; NEVER before it has one
+    seed: int
+    counted: Turn | None  # the last one that the server counted this device's update in
+    steps: int  # most to take
+    budget: float  # seconds; 0: no limit
+
+
+class Answer(NamedTuple):
+    """Device to server."""
+
+    run: str
+    turn: Turn
+    kind: str
+    steps: int = 0
+    delta: Tensor | None = None
+    labelled: int = 0
+    unlabelled: int = 0
+    accuracy: float | None = None  # given only where the device's owner shares it
+    reason: str = ""
+
+
+def order_message(order: Order) -> Message:
+    """An order as a transport carries it."""
+    counted = order.counted or Turn(NEVER, NEVER)
+    header: dict[str, int | float | str] = {
+        "protocol": PROTOCOL,
+        "run": order.run,
+        "round": order.turn.round,
+        "attempt": order.turn.attempt,
+        "kind": order.kind,
+        "settings": order.settings,
+        "device": order.device,
+        "seed": order.seed,
+        "counted_round": counted.round,
+        "counted_attempt": counted.attempt,
+        "steps": order.steps,
+        "budget": order.budget,
+    }
+    return Message(header, {name: getattr(order, name) for name in ("theta", "c") if getattr(order, name).numel()})
+
+
+def answer_message(answer: Answer) -> Message:
+    """An answer as a transport carries it: what its kind needs, and no more."""
+    header: dict[str, Any] = {
+        "protocol": PROTOCOL,
+        "run": answer.run,
+        "round": answer.turn.round,
+        "attempt": answer.turn.attempt,
+    }
+    header |= {name: getattr(answer, name) for name in OF_ANSWER[answer.kind] if name not in header}
+    if answer.accuracy is not None:
+        header["accuracy"] = answer.accuracy
+    return Message(header, {} if answer.delta is None else {"delta": answer.delta})
+
+
+def read_order(message: Message, terms: Terms) -> Order:
+    """The order in a message from the server."""
+    who, header = "the server's order", dict[str, Any](message.header)
+    _check_header(header, OF_ORDER, who)
+    kind, agreed = header["kind"], digest(terms)
+    if kind not in (HELLO, TRAIN, END):
+        raise RunError(f"{who} is of an unknown kind, {kind!r}; install the same fedcpsl on both sides")
+    if header["settings"] != agreed:
+        raise RunError(
+            f"the server's settings are not this device's (their digests are {header['settings']} and {agreed}): "
+            "the algorithm, its numbers, the batch sizes, the model or the dtype differ; join with the server's"
+        )
+    if kind == TRAIN and (header["steps"] < 1 or header["device"] < 0 or not header["budget"] >= 0):
+        raise RunError(f"{who} asks for {header['steps']} steps in {header['budget']} s of device {header['device']}")
+    with_c = kind == TRAIN and terms.method.parts.control_variates
+    _check_tensors(message.tensors, ("theta", "c") if with_c else ("theta",), terms, who)
+    theta = message.tensors["theta"]
+    counted = Turn(header["counted_round"], header["counted_attempt"])
+    return Order(
+        run=header["run"],
+        turn=_turn(header, who),
+        kind=kind,
+        settings=agreed,
+        theta=theta,
+        c=message.tensors["c"] if with_c else theta.new_zeros(0),
+        device=header["device"],
+        seed=header["seed"],
+        counted=None if counted.round < 0 else counted,
+        steps=header["steps"],
+        budget=header["budget"],
+    )
+
+
+def read_answer(message: Message, name: str, order: Order, terms: Terms, largest_norm: float = 0.0) -> Answer:
+    """The answer of the device `name` to an order; `largest_norm` bounds its update, 0: not."""
+    who, header = f"the answer of device {name!r}", dict[str, Any](message.header)
+    accuracy = header.pop("accuracy", None)
+    kind = header.get("kind")
+    _check_header(header, OF_ANSWER.get(kind, COMMON) if isinstance(kind, str) else COMMON, who)
+    turn = _turn(header, who)
+    if header["run"] != order.run:
+        raise RunError(f"{who} belongs to another run, {_short(header['run'])}")
+    if turn != order.turn:
+        raise RunError(f"{who} is to {turn}, which is over: it came too late")
+    if kind == REFUSAL:
+        raise RunError(f"device {name!r} refused: {_short(header['reason'])}")
+    if kind != order.kind:
+        raise RunError(f"{who} is of the kind {_short(kind)} where {order.kind!r} was asked for")
+    if accuracy is not None and not (kind != HELLO and isinstance(accuracy, float) and 0 <= accuracy <= 1):
+        raise RunError(f"{who} has an accuracy that is none: {_short(accuracy)}")
+    if kind == TRAIN and not 1 <= header["steps"] <= order.steps:
+        raise RunError(f"{who} has {header['steps']} steps where 1 to {order.steps} were asked for")
+    sizes = header.get("labelled", 0), header.get("unlabelled", 0)
+    if kind == HELLO and not (min(sizes) >= 0 < sum(sizes) < LARGEST_COUNT):
+        raise RunError(f"{who} has {sizes[0]} labelled and {sizes[1]} unlabelled samples: it needs some")
+    _check_tensors(message.tensors, ("delta",) if kind == TRAIN else (), terms, who)
+    delta = message.tensors.get("delta")
+    if delta is not None and largest_norm and not delta.norm() <= largest_norm:
+        raise RunError(f"{who} has an update of norm {delta.norm():.3g} where at most {largest_norm:g} is allowed")
+    return Answer(order.run, turn, kind, header.get("steps", 0), delta, *sizes, accuracy)
+
+
+def _check_header(header: Mapping[str, Any], expected: Mapping[str, type], who: str) -> None:
+    if header.get("protocol") != PROTOCOL:
+        theirs = _short(header.get("protocol"))
+        raise RunError(f"{who} speaks protocol {theirs}, this is {PROTOCOL}; install the same fedcpsl on both sides")
+    if wrong := sorted(set(header) ^ set(expected)):
+        raise RunError(f"{who}: {_short(wrong[0])} {'is missing' if wrong[0] in expected else 'has no place there'}")
+    for name, kind in expected.items():
+        if type(header[name]) is not kind:
+            raise RunError(f"{who}: {name} = {_short(header[name])} where {kind.__name__} is needed")
+
+
+def _check_tensors(tensors: Mapping[str, Tensor], expected: tuple[str, ...], terms: Terms, who: str) -> None:
+    if wrong := sorted(set(tensors) ^ set(expected)):
+        raise RunError(f"{who}: {_short(wrong[0])} {'is missing' if wrong[0] in expected else 'has no place there'}")
+    for name, t in tensors.items():
+        if t.dtype != terms.dtype:
+            raise RunError(f"{who}: {name} is of {t.dtype} where the model is of {terms.dtype}")
+        if t.shape != (terms.parameters,):
+            raise RunError(f"{who}: {name} has shape {list(t.shape)} where the model has {terms.parameters} parameters")
+        if not t.isfinite().all():
+            raise RunError(f"{who}: {name} has numbers that are not finite")
+
+
+def _turn(header: Mapping[str, Any], who: str) -> Turn:
+    turn = Turn(header["round"], header["attempt"])
+    if min(turn) < 0:
+        raise RunError(f"{who} has round {turn.round} and attempt {turn.attempt}: neither can be negative")
+    return turn
+
+
+def _short(text: object) -> str:
+    """What somebody else wrote, fit for one line of a log."""
+    return "".join(c if c.isprintable() else "?" for c in str(text)[:LONGEST_REASON])

@@ -1,0 +1,9 @@
+"""The device's side."""
+
+from flwr.clientapp import ClientApp
+
+from fedcpsl.flower import client
+
+app = ClientApp()
+app.train()(client.answer)
+app.query()(client.name)

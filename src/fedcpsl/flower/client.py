@@ -1,0 +1,23 @@
+"""What Flower's client process does with a message: hand it to the device's own process. Imports nothing heavy."""
+
+from pathlib import Path
+
+from flwr.app import Context, Message
+
+from fedcpsl.flower.frames import Frame, ask, pack, unpack
+from fedcpsl.flower.records import content_of, frame_of
+
+LONGEST = 24 * 3600.0  # seconds; the message's own time to live is what ends it
+
+
+def answer(message: Message, context: Context) -> Message:
+    """The device's answer. Its process says no where it must; only where it cannot be asked is this an error."""
+    address = Path(str(context.node_config["socket"]))
+    seconds = min(message.metadata.ttl, LONGEST)
+    said = ask(address, pack(frame_of(message.content, "the server's message")), seconds)
+    return Message(content_of(unpack(said, "the device")), reply_to=message)
+
+
+def name(message: Message, context: Context) -> Message:
+    """What the device calls itself, for a federation without keys."""
+    return Message(content_of(Frame({"name": str(context.node_config["name"])}, {})), reply_to=message)

@@ -1,0 +1,139 @@
+"""What a federation does, as a TOML file: a run's config, and [federation] with what no data is there to tell."""
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from fedcpsl.config import Config, setting, with_settings
+from fedcpsl.data.federation import Federation, Source
+from fedcpsl.data.roles import LABELLED
+from fedcpsl.data.scaling import Scaling
+from fedcpsl.errors import InputError, did_you_mean
+from fedcpsl.federation.server import Rules
+from fedcpsl.federation.terms import Terms, terms_of
+from fedcpsl.models import choose_model, make_model
+from fedcpsl.schedule import stream
+from fedcpsl.settings import AUTO
+from fedcpsl.simulation import Setup, prepare
+from fedcpsl.simulation.setup import choose_eta
+
+OF_RULES: dict[str, type] = {
+    "deadline": float,
+    "least": int,
+    "quorum": int,
+    "over_sampling": float,
+    "budget": float,
+    "largest_norm": float,
+}
+OF_DATA = ("shape", "classes", "shift", "scale")
+
+
+class Job(NamedTuple):
+    """A federation's settings; `text` is the file, which devices are sent."""
+
+    text: str
+    config: Config
+    shape: tuple[int, ...]  # of one input
+    classes: tuple[str, ...]
+    scaling: Scaling | None  # of inputs, the same on every device
+    rules: Rules
+
+
+def read_job(text: str, where: str) -> Job:
+    """A job from its text, every setting checked."""
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{where}: not valid TOML: {error}") from error
+    own = content.pop("federation", None)
+    if not isinstance(own, dict):
+        raise InputError(f"{where}: needs a section [federation] with shape and classes")
+    known = [*OF_RULES, *OF_DATA]
+    for key in own:
+        if key not in known:
+            raise InputError(f"{where}: [federation] {key}: no such setting; {did_you_mean(key, known)}")
+    values: dict[str, Any] = {}
+    for section, keys in content.items():
+        if not isinstance(keys, dict):
+            raise InputError(f"{where}: {section} stands outside a section")
+        for key, value in keys.items():
+            setting(section, key)
+            values[f"{section}.{key}"] = value
+    config = with_settings(Config(), values)
+    if ":" in config.model.name or config.model.name == AUTO:
+        raise InputError(f"{where}: model.name = {config.model.name!r}: name a model of fedcpsl, for example mlp")
+    shape, classes = own.get("shape"), own.get("classes")
+    if not isinstance(shape, list) or not shape or not all(isinstance(n, int) and n > 0 for n in shape):
+        raise InputError(f"{where}: [federation] shape: give the sizes of one input, for example [1, 28, 28]")
+    if not isinstance(classes, list) or len(classes) < 2 or len({str(c) for c in classes}) < len(classes):
+        raise InputError(f'{where}: [federation] classes: give the names of at least two, for example ["cat", "dog"]')
+    return Job(text, config, tuple(shape), tuple(map(str, classes)), _scaling(own, where), _rules(config, own, where))
+
+
+def _rules(config: Config, own: dict[str, Any], where: str) -> Rules:
+    given = {}
+    for key, kind in OF_RULES.items():
+        if key in own:
+            if isinstance(own[key], bool) or not isinstance(own[key], int | kind):
+                raise InputError(f"{where}: [federation] {key} = {own[key]!r}: give a number")
+            given[key] = kind(own[key])
+    least = config.work.active if isinstance(config.work.active, int) else 2
+    return Rules(**{"rounds": config.work.rounds, "seed": config.run.seed, "deadline": 600.0, "least": least} | given)
+
+
+def _scaling(own: dict[str, Any], where: str) -> Scaling | None:
+    if "shift" not in own and "scale" not in own:
+        return None
+    try:
+        shift, scale = (np.asarray(own.get(key, default), np.float64) for key, default in (("shift", 0), ("scale", 1)))
+    except (TypeError, ValueError):
+        raise InputError(f"{where}: [federation] shift, scale: give numbers, or one per feature") from None
+    if not (np.isfinite(shift).all() and np.isfinite(scale).all() and (scale > 0).all()):
+        raise InputError(f"{where}: [federation] shift, scale: give finite numbers, scale above 0")
+    return Scaling(shift, scale)
+
+
+def setup_for(job: Job, federation: Federation) -> Setup:
+    """One device's data with the job's model and numbers."""
+    config = job.config
+    torch.manual_seed(int(stream(config.run.seed, "init").integers(2**63)))
+    name = choose_model(config.model.name, job.shape, "own")
+    model = make_model(name, config.model.hidden, job.shape, len(job.classes))
+    eta = choose_eta(config.algorithm.eta, config.data.dataset, config.work.unit)
+    run = replace(config.run, executor="sequential", processes=1, device="cpu")
+    alone = replace(config.work, active=AUTO, joiners=0)
+    return prepare(federation, model, replace(config.algorithm, eta=eta), alone, run)
+
+
+def terms_for(job: Job, setup: Setup) -> Terms:
+    """The terms of the job, as either side has them."""
+    terms, active = terms_of(setup), job.config.work.active
+    return terms._replace(work=terms.work._replace(active=4 if active == AUTO else int(active)))
+
+
+def server_terms(job: Job) -> Terms:
+    """The server's: it has no samples, and needs none."""
+    return terms_for(job, stand_in(job))
+
+
+def stand_in(job: Job) -> Setup:
+    """A setup for who has no samples."""
+    nothing, nobody = np.zeros((2, *job.shape), np.float32), np.zeros(2, np.int64)
+    labelled = np.full(2, LABELLED, np.int8)
+    return setup_for(job, Federation(nothing, nobody, nobody, labelled, len(job.classes), ("-",)))
+
+
+def fitted(source: Source, job: Job, where: Path) -> Source:
+    """A device's samples with the job's classes; an error names what does not fit."""
+    if source.x.shape[1:] != job.shape:
+        raise InputError(f"{where}: an input has shape {list(source.x.shape[1:])} where the job's is {list(job.shape)}")
+    place = {name: i for i, name in enumerate(job.classes)}
+    unknown = [name for name in source.class_names if name not in place]
+    if unknown:
+        raise InputError(f"{where}: the job has no class {unknown[0]!r}; it has {', '.join(job.classes)}")
+    into = np.array([*(place[name] for name in source.class_names), -1])
+    return source._replace(y=into[source.y], class_names=job.classes, scaling=job.scaling)

@@ -1,0 +1,36 @@
+"""How a federation is doing, as a table."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+
+def print_status(status: Mapping[str, Any]) -> None:
+    """Devices, round, accuracy, who is late."""
+    ago = max(0.0, time.time() - status["updated"])
+    state = "over" if status["over"] else f"heard of {ago:.0f} s ago"
+    title = f"round {status['round']} of {status['rounds']}, {state}"
+    if status["waiting_for"]:
+        title = f"waiting for {status['waiting_for']} more devices, {state}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for column, side in (("device", "left"), ("labels", "right"), ("others", "right"), ("last counted", "right")):
+        table.add_column(column, justify=side)  # type: ignore[arg-type]
+    table.add_column("accuracy", justify="right")
+    table.add_column("")
+    for device in status["devices"]:
+        counted, accuracy = device["last_counted"], device["accuracy"]
+        table.add_row(
+            device["name"],
+            str(device["labelled"]),
+            str(device["unlabelled"]),
+            "-" if counted is None else f"round {counted + 1}",
+            "-" if accuracy is None else f"{100 * accuracy:.1f} %",
+            device["problem"] or ("" if device["online"] or status["over"] else "not connected"),
+        )
+    for name, problem in status["strangers"].items():
+        table.add_row(name, "-", "-", "-", "-", problem)
+    Console().print(table)

@@ -1,0 +1,163 @@
+"""Small federations over a transport, and disks, that fail as they are told to."""
+
+import json
+import os
+import stat
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load, save
+
+from fedcpsl import config
+from fedcpsl.algorithms import all_algorithms
+from fedcpsl.federation import Message, Participant, Rules, respond, terms_of
+from fedcpsl.federation.device_store import load_kept, settle
+from fedcpsl.federation.holdings import holdings_of
+from fedcpsl.runs import files
+from fedcpsl.simulation import prepare
+
+from .conftest import small_federation, small_model
+
+SEED = 3
+NAMES = sorted(name for name, (_, parts) in all_algorithms().items() if not parts.alone)
+WORK = config.Work(rounds=5, active=4, unit="hlu", hlu=[1, 3], batch_labelled=3, batch_unlabelled=4)
+
+
+def make(name="fedcpsl", *, work=WORK, model=None, dtype="float64", **numbers):
+    """The simulator's setup, from which both sides of a federation are made."""
+    chosen = {"eta": 0.05, "alpha_p": 0.5, "alpha_r": 0.2, "beta": [0.1, 0.9, 0.0, 1.0, 0.5]} | numbers
+    if all_algorithms()[name][1].everyone:
+        work = replace(work, active="auto")
+    run = config.Run(executor="sequential", processes=1, dtype=dtype, seed=SEED, device="cpu")
+    return prepare(small_federation(), model or small_model(), config.Algorithm(name=name, **chosen), work, run)
+
+
+def participants(setup, folder, **chosen):
+    return {
+        name: Participant(terms_of(setup, i), holdings_of(setup, i), folder / name, **chosen)
+        for i, name in enumerate(setup.names)
+    }
+
+
+def rules(setup, **chosen):
+    return Rules(**{"rounds": setup.rounds, "seed": setup.seed, "deadline": 9.0, "least": 1} | chosen)
+
+
+def over_the_wire(message):
+    """The message after a trip as bytes, as any network would carry it."""
+    header, tensors = json.dumps(message.header).encode(), save(message.tensors)
+    return Message(json.loads(header), load(tensors))
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+class Disk:
+    """Fails at the n-th of the places where writing can stop, once, if it is told to."""
+
+    def __init__(self):
+        self.left, self.error, self.places = None, None, 0
+
+    def fail(self, after, error):
+        self.left, self.error = after, error
+
+    def place(self):
+        self.places += 1
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                self.left = None
+                raise self.error
+
+
+@contextmanager
+def failing_disk():
+    """Every sync and every replacement of a file is a place to fail at; what was not synced is torn."""
+    disk, fsync, rename = Disk(), os.fsync, Path.replace
+
+    def replaced(path, target):
+        disk.place()
+        return rename(path, target)
+
+    def synced(descriptor):
+        try:
+            disk.place()
+        except BaseException:
+            if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
+            raise
+
+    files.os.fsync, Path.replace = synced, replaced
+    try:
+        yield disk
+    finally:
+        files.os.fsync, Path.replace = fsync, rename
+
+
+FULL = OSError(28, os.strerror(28))
+KINDS = ("lose order", "lose answer", "twice", "late order", "late answer", "kill", "kill and retry", "full disk")
+
+
+class Faulty:
+    """A transport that asks `faults` what to do with each message: (kind, place) or None."""
+
+    def __init__(self, devices, disk, faults, present=None):
+        self.devices, self.disk, self.faults = devices, disk, faults
+        self.present = present or (lambda: list(devices))
+        self.late_orders, self.late_answers, self.refusals = [], [], []
+
+    def send(self, messages, deadline):
+        assert deadline > 0
+        replies, self.late_answers = self.late_answers, []
+        orders, self.late_orders = self.late_orders, []
+        for name, message in orders:
+            replies += self.deliver(name, message, None)
+        for name, message in messages.items():
+            replies += self.deliver(name, over_the_wire(message), self.faults(name, message))
+        return replies
+
+    def deliver(self, name, message, fault):
+        kind, place = fault or ("", 0)
+        if kind == "lose order":
+            return []
+        if kind == "late order":
+            self.late_orders.append((name, message))
+            return []
+        if kind.startswith("kill"):
+            self.disk.fail(place, Killed())
+        if kind == "full disk":
+            self.disk.fail(place, FULL)
+        try:
+            answers = [self.ask(name, message)]
+        except Killed:
+            answers = [self.ask(name, message)] if kind.endswith("retry") else []
+        self.disk.left = None
+        if kind == "twice":
+            answers.append(self.ask(name, message))
+        if kind == "late answer":
+            self.late_answers += [(name, answer) for answer in answers]
+            return []
+        return [] if kind == "lose answer" else [(name, answer) for answer in answers]
+
+    def ask(self, name, message):
+        answer = over_the_wire(respond(self.devices[name], message))
+        if "reason" in answer.header:
+            self.refusals.append(answer.header["reason"])
+        return answer
+
+
+def settled(device, member):
+    """What a device will have kept once it hears what the server counted."""
+    kept = load_kept(device.folder)
+    return settle(kept, member.counted)
+
+
+def gap(state, devices):
+    """|c - sum_i omega_i c_i| over the roster."""
+    total = torch.zeros_like(state.server.c)
+    for member in state.roster:
+        total += member.samples / state.samples * settled(devices[member.name], member).committed.c
+    return (state.server.c - total).abs().max().item()

@@ -1,0 +1,169 @@
+"""A federation of real processes on this machine, and the simulator's answer to the same job."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+
+from fedcpsl.data.federation import Federation
+from fedcpsl.data.roles import LABELLED, TEST, UNLABELLED
+from fedcpsl.federation.device_store import load_kept
+from fedcpsl.federation.server_store import load_serving
+from fedcpsl.federation.terms import digest
+from fedcpsl.flower.job import read_job, server_terms
+from fedcpsl.flower.processes import free_port
+from fedcpsl.models import make_model
+from fedcpsl.schedule import stream
+from fedcpsl.simulation import prepare, simulate
+
+JOB = """
+[federation]
+shape = [64]
+classes = ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]
+least = {devices}
+deadline = {deadline}
+
+[model]
+name = "mlp"
+hidden = [16]
+
+[algorithm]
+eta = 0.05
+
+[work]
+rounds = {rounds}
+active = {active}
+unit = "steps"
+amount = 5
+"""
+
+
+class Desk:
+    """A folder with a job, keys and the data of some devices, and the processes started there."""
+
+    def __init__(self, folder: Path, devices: int, rounds: int, active: int, deadline: float = 60) -> None:
+        self.folder, self.names = folder, [f"dev{i}" for i in range(devices)]
+        self.address = f"127.0.0.1:{free_port()}"
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+        text = JOB.format(devices=devices, rounds=rounds, active=active, deadline=deadline)
+        (folder / "job.toml").write_text(text)
+        for i, name in enumerate(self.names):
+            np.savez(folder / f"{name}.npz", **samples_of(i, devices))
+        made = subprocess.run(
+            [*self.fedcpsl, "keys", "keys", "--server", "127.0.0.1", "--devices", *self.names],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+        )
+        assert made.returncode == 0, made.stderr
+
+    @property
+    def fedcpsl(self) -> list[str]:
+        return [sys.executable, "-m", "fedcpsl"]
+
+    def serve(self) -> None:
+        port = self.address.rpartition(":")[2]
+        self._start("server", "serve", "job.toml", "--keys", "keys", "--folder", "server", "--port", port)
+
+    def join(self, name: str, *more: str, data: str = "", called: str = "") -> None:
+        data = data or f"{name}.npz"
+        words = ["join", self.address, "--data", data, "--name", name, "--keys", "keys", "--share-accuracy", *more]
+        self._start(called or name, *words)
+
+    def _start(self, called: str, *words: str) -> None:
+        with (self.folder / f"{called}.log").open("a") as log:
+            self.processes[called] = subprocess.Popen(
+                [*self.fedcpsl, *words],
+                cwd=self.folder,
+                stdout=log,
+                stderr=log,
+                text=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+
+    def status(self) -> dict | None:
+        path = self.folder / "server" / "status.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def wait(self, until, seconds: float) -> dict:
+        """The status once it is as wanted."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            status = self.status()
+            if status and until(status):
+                return status
+            time.sleep(0.3)
+        raise AssertionError(f"not in {seconds} s: {self.status()}\n{self.logs()}")
+
+    def logs(self) -> str:
+        files = [*self.folder.glob("*.log"), *self.folder.glob("server/logs/*.log")]
+        return "\n".join(f"--- {file.name}\n{file.read_text()[-3000:]}" for file in files)
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.send_signal(signal.SIGTERM)
+        for process in self.processes.values():
+            process.wait(30)
+
+    # what is on disk
+
+    def serving(self):
+        terms = server_terms(self.job)
+        return load_serving(self.folder / "server" / "server", digest(terms), terms.method.network.initial)
+
+    @property
+    def job(self):
+        return read_job((self.folder / "job.toml").read_text(), "job.toml")
+
+    def kept(self, name: str):
+        (folder,) = [p for p in (self.folder / "devices" / name).iterdir() if p.name not in ("flwr", "logs")]
+        return load_kept(folder)
+
+    def invariant_gap(self) -> float:
+        """|c - sum_i w_i c_i|, after every device knows what was counted."""
+        state = self.serving()
+        total = sum(m.samples / state.samples * self.kept(m.name).committed.c for m in state.roster)
+        return float((state.server.c - total).abs().max())
+
+
+def samples_of(i: int, devices: int) -> dict:
+    x, y = load_digits(return_X_y=True)
+    mine = np.flatnonzero(np.arange(len(y)) % devices == i)[:120]
+    rng = np.random.default_rng(i)
+    test = rng.random(len(mine)) < 0.2
+    hidden = (rng.random(len(mine)) < 0.7) & ~test
+    return {"x": (x[mine] / 16).astype(np.float32), "y": np.where(hidden, -1, y[mine]), "test": test}
+
+
+def simulated(desk: Desk):
+    """The simulator's last state, its devices in the order in which the real ones joined."""
+    job, roster = desk.job, [member.name for member in desk.serving().roster]
+    parts = [np.load(desk.folder / f"{name}.npz") for name in roster]
+    x, y, test = (np.concatenate([p[key] for p in parts]) for key in ("x", "y", "test"))
+    device = np.concatenate([np.full(len(p["y"]), i) for i, p in enumerate(parts)])
+    role = np.where(test, TEST, np.where(y < 0, UNLABELLED, LABELLED)).astype(np.int8)
+    federation = Federation(x, y, device, role, 10, tuple(roster))
+    config = job.config
+    torch.manual_seed(int(stream(config.run.seed, "init").integers(2**63)))
+    model = make_model("mlp", config.model.hidden, job.shape, 10)
+    run = replace(config.run, executor="sequential", processes=1, device="cpu")
+    *_, last = simulate(prepare(federation, model, config.algorithm, config.work, run))
+    return last
+
+
+def furthest(desk: Desk) -> float:
+    """The largest difference between the federation's theta, c, c_i and theta_lc and the simulator's."""
+    state, reference = desk.serving(), simulated(desk)
+    pairs = [(state.server.theta, reference.server.theta), (state.server.c, reference.server.c)]
+    for i, member in enumerate(state.roster):
+        kept, own = desk.kept(member.name).committed, reference.device(i)
+        pairs += [(kept.theta_lc, own.theta_lc), (kept.c, own.c)]
+    return max(float((a - b).abs().max()) for a, b in pairs)

@@ -1,0 +1,97 @@
+"""A federation under fire: real processes, TLS, keys, and SIGKILLs at random. `make soak` runs it; it takes minutes.
+
+Devices, the job's process and the SuperLink are killed in turn at random moments. At the end all rounds were counted,
+c = sum_i w_i c_i holds, and every device has kept its state.
+"""
+
+import argparse
+import os
+import random
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from tests.federation_desk import Desk, furthest
+
+
+def processes_of(folder: Path, program: str) -> list[int]:
+    """Processes of a program whose environment names the folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                ours = str(folder).encode() in (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if ours and any(word.endswith(program.encode()) for word in words[:2]):
+                found.append(int(entry.name))
+    return found
+
+
+def kill_something(desk: Desk, rng: random.Random, what: str) -> None:
+    if what == "device":
+        name = rng.choice([n for n in desk.names if desk.processes[n].poll() is None])
+        print(f"{time.strftime('%X')} SIGKILL device {name}", flush=True)
+        desk.processes[name].kill()
+        desk.processes[name].wait()
+        desk.join(name)
+        return
+    program = {"app": "flwr-serverapp", "superlink": "flower-superlink"}[what]
+    for pid in processes_of(desk.folder / "server", program):
+        print(f"{time.strftime('%X')} SIGKILL {program} {pid}", flush=True)
+        os.kill(pid, signal.SIGKILL)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--rounds", type=int, default=20)
+    options.add_argument("--devices", type=int, default=5)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--calm", action="store_true", help="no kills; compare with the simulator instead")
+    options.add_argument("--minutes", type=float, default=25)
+    chosen = options.parse_args()
+    rng = random.Random(chosen.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        active = chosen.devices if chosen.calm else 3
+        desk = Desk(Path(folder), devices=chosen.devices, rounds=chosen.rounds, active=active, deadline=45)
+        kills = [] if chosen.calm else ["device", "app", "superlink"] * 3
+        rng.shuffle(kills)
+        at = sorted(rng.sample(range(1, chosen.rounds), min(len(kills), chosen.rounds - 1)))
+        began = time.monotonic()
+        try:
+            desk.serve()
+            for name in desk.names:
+                desk.join(name)
+            for round, what in zip(at, kills, strict=False):
+                desk.wait(lambda status, r=round: status["round"] >= r or status["over"], 60 * chosen.minutes)
+                time.sleep(5 * rng.random())
+                kill_something(desk, rng, what)
+            status = desk.wait(lambda status: status["over"], 60 * chosen.minutes)
+            desk.processes["server"].wait(60)
+        except BaseException:
+            print(desk.logs())
+            raise
+        finally:
+            desk.close()
+        print(f"{status['round']} rounds in {time.monotonic() - began:.0f} s with {len(kills)} kills")
+        state = desk.serving()
+        assert state.round == chosen.rounds
+        assert len(state.roster) == chosen.devices
+        behind = [m.name for m in state.roster if desk.kept(m.name).counted != m.counted]
+        print(f"devices that have not yet heard of their last counted round: {behind or 'none'}")
+        if not behind:
+            print(f"|c - sum_i w_i c_i| = {desk.invariant_gap():.2e}")
+            assert desk.invariant_gap() < 1e-5
+        for member in state.roster:
+            assert np.isfinite(desk.kept(member.name).committed.theta_lc.numpy()).all()
+        if chosen.calm:
+            print(f"furthest from the simulator: {furthest(desk):.2e}")
+            assert furthest(desk) < 1e-6
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""The keys of a federation: made once, private, never overwritten, and good for what they are for."""
+
+import re
+import shutil
+import socket
+import ssl
+import stat
+import subprocess
+import sys
+import threading
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+pytest.importorskip("cryptography", reason="cryptography is not installed: pip install 'fedcpsl[flower]'")
+
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fedcpsl.errors import InputError
+from fedcpsl.flower import keys
+from tests.command import fedcpsl
+
+PRIVATE = ["ca.key", "server.key", "server.secret", "devices/phone-1"]
+PUBLIC = ["ca.crt", "server.crt", "devices/phone-1.pub"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "keys"
+    keys.make_authority(folder)
+    keys.make_server_certificate(folder, ["fl.example.org", "192.0.2.7", "2001:db8::7"])
+    keys.make_secret(folder)
+    keys.make_device_key(folder, "phone-1")
+    return folder
+
+
+def test_what_is_made_and_who_can_read_it(folder):
+    made = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert made == {*PRIVATE, *PUBLIC}
+    modes = {name: stat.S_IMODE((folder / name).stat().st_mode) for name in made}
+    assert modes == dict.fromkeys(PRIVATE, 0o600) | dict.fromkeys(PUBLIC, 0o644)
+    assert keys.warnings_about(folder) == []
+
+
+def test_private_files_are_private_under_any_umask(tmp_path):
+    script = "import os, sys, pathlib; os.umask(0); from fedcpsl.flower import keys; "
+    script += "keys.make_device_key(pathlib.Path(sys.argv[1]), 'a')"
+    subprocess.run([sys.executable, "-c", script, tmp_path], check=True)
+    assert stat.S_IMODE((tmp_path / "devices" / "a").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("make", "files"),
+    [
+        (keys.make_authority, ["ca.key", "ca.crt"]),
+        (lambda folder: keys.make_server_certificate(folder, ["a"]), ["server.key", "server.crt"]),
+        (keys.make_secret, ["server.secret"]),
+        (lambda folder: keys.make_device_key(folder, "phone-1"), ["devices/phone-1", "devices/phone-1.pub"]),
+    ],
+)
+def test_nothing_is_overwritten(folder, make, files):
+    for kept in files:  # whichever of the files is left, it stays as it is
+        before = (folder / kept).read_bytes()
+        gone = {name: (folder / name).read_bytes() for name in files if name != kept}
+        for name in gone:
+            (folder / name).unlink()
+        with pytest.raises(InputError, match=f"{kept}: is already there"):
+            make(folder)
+        assert (folder / kept).read_bytes() == before
+        assert not any((folder / name).exists() for name in gone)
+        for name, content in gone.items():
+            (folder / name).write_bytes(content)
+
+
+def shake_hands(folder, name, trusted):
+    """What a client that trusts this authority makes of the server by this name, in a real handshake."""
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(folder / "server.crt", folder / "server.key")
+    client = ssl.create_default_context(cafile=trusted)
+    client.verify_flags |= ssl.VERIFY_X509_STRICT
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            connection, _ = listener.accept()
+            with connection:
+                try:
+                    with server.wrap_socket(connection, server_side=True) as secured:
+                        secured.sendall(b"hello")
+                except OSError:
+                    pass  # the client hung up
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            with (
+                socket.create_connection(listener.getsockname(), timeout=10) as plain,
+                client.wrap_socket(plain, server_hostname=name) as secured,
+            ):
+                return secured.recv(5)
+        finally:
+            thread.join()
+
+
+@pytest.mark.parametrize("name", ["fl.example.org", "192.0.2.7", "2001:db8::7", "localhost", "127.0.0.1"])
+def test_a_device_trusts_the_server_by_each_of_its_names(folder, name):
+    assert shake_hands(folder, name, folder / "ca.crt") == b"hello"
+
+
+def test_a_device_trusts_no_other_name_and_no_other_authority(folder, tmp_path):
+    with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
+        shake_hands(folder, "evil.example.org", folder / "ca.crt")
+    with pytest.raises(ssl.SSLCertVerificationError, match="unable to get local issuer"):
+        shake_hands(folder, "localhost", keys.make_authority(tmp_path / "other"))
+
+
+def test_a_server_certificate_signs_nothing_and_the_authority_serves_nothing(folder):
+    server, authority = (keys.read_certificate(folder / name) for name in ("server.crt", "ca.crt"))
+    usages = [each.extensions.get_extension_for_class(keys.x509.KeyUsage).value for each in (server, authority)]
+    assert [usage.key_cert_sign for usage in usages] == [False, True]
+    assert [usage.digital_signature for usage in usages] == [True, False]
+
+
+def test_the_device_key_is_what_flower_wants(folder):
+    key = serialization.load_ssh_private_key((folder / "devices" / "phone-1").read_bytes(), password=None)
+    public = (folder / "devices" / "phone-1.pub").read_bytes()
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    assert key.curve.name == "secp384r1"
+    assert serialization.load_ssh_public_key(public) == key.public_key()
+    assert public.split() == [b"ecdsa-sha2-nistp384", public.split()[1], b"phone-1"]
+    assert keys.public_keys(folder) == {"phone-1": folder / "devices" / "phone-1.pub"}
+
+
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed")
+def test_ssh_reads_the_device_key(folder):
+    shown = subprocess.run(
+        ["ssh-keygen", "-y", "-f", folder / "devices" / "phone-1"], capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.split()[:2] == (folder / "devices" / "phone-1.pub").read_text().split()[:2]
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", "a b", "-a", ".a", "é", "a\n", "x" * 65, "a.pub", "a;b"])
+def test_names_that_are_refused(tmp_path, name):
+    with pytest.raises(InputError, match="letters, digits"):
+        keys.make_device_key(tmp_path, name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("host", ["", "a:8000", "https://a", "a b", "*.example.org", "-a", "a..b", "é.org", "a\n"])
+def test_hosts_that_are_refused(host):
+    with pytest.raises(InputError, match="without port"):
+        keys.general_name(host)
+
+
+@pytest.mark.parametrize("days", [0, -1, 40000])
+def test_lifetimes_that_are_refused(tmp_path, days):
+    with pytest.raises(InputError, match="days"):
+        keys.make_authority(tmp_path, days)
+
+
+def test_a_certificate_does_not_outlive_its_authority(tmp_path):
+    keys.make_authority(tmp_path, days=10)
+    keys.make_server_certificate(tmp_path, ["a"], days=100)
+    authority, server = (keys.read_certificate(tmp_path / name) for name in ("ca.crt", "server.crt"))
+    assert server.not_valid_after_utc == authority.not_valid_after_utc
+
+
+def test_the_authority_key_must_be_there_and_belong(folder, tmp_path):
+    (folder / "server.crt").unlink()
+    (folder / "server.key").unlink()
+    (folder / "ca.key").unlink()
+    with pytest.raises(InputError, match=r"ca\.key: is not here; bring it back"):
+        keys.make_server_certificate(folder, ["a"])
+    keys.make_authority(tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "ca.key", folder)
+    with pytest.raises(InputError, match="belong together"):
+        keys.make_server_certificate(folder, ["a"])
+    assert not (folder / "server.key").exists()
+
+
+class Later(datetime):
+    days = 0
+
+    @classmethod
+    def now(cls, zone=None):
+        return datetime.now(zone) + timedelta(days=cls.days)
+
+
+@pytest.mark.parametrize(("days", "says"), [(790, None), (800, "expires on .*, in 24 days"), (830, "expired on")])
+def test_warnings_of_an_expiring_certificate(folder, monkeypatch, days, says):
+    monkeypatch.setattr(Later, "days", days)
+    monkeypatch.setattr(keys, "datetime", Later)
+    found = keys.warnings_about(folder)
+    assert len(found) == (says is not None)
+    if says:
+        assert re.search(rf"server\.crt: {says}.*move server\.crt and server\.key away", found[0])
+
+
+def test_warnings_of_keys_that_others_can_read(folder):
+    (folder / "devices" / "phone-1").chmod(0o644)
+    assert [w for w in keys.warnings_about(folder) if "chmod 600" in w and "phone-1" in w] == keys.warnings_about(
+        folder
+    )
+
+
+def test_the_command_makes_what_is_missing(tmp_path):
+    first = fedcpsl("keys", "k", "--server", "fl.example.org", "--devices", "a", "b", "--days", "90", cwd=tmp_path)
+    assert (first.returncode, first.stderr) == (0, "")
+    assert "a: ca.crt and devices/a" in first.stdout
+    assert "nobody: ca.key" in first.stdout
+    folder = tmp_path / "k"
+    end = keys.read_certificate(folder / "server.crt").not_valid_after_utc
+    assert timedelta(days=89) < end - datetime.now(UTC) < timedelta(days=90)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    (folder / "ca.key").unlink()  # offline by now
+    (folder / "devices" / "a").unlink()  # and this one is on its device
+    again = fedcpsl("keys", "k", "--devices", "a", "b", "c", cwd=tmp_path)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert [line for line in again.stdout.splitlines() if line.startswith("made")] == ["made k/devices/c"]
+    assert "ca.key" not in again.stdout
+    assert all(path.read_bytes() == content for path, content in before.items() if path.exists())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--devices", "a"], "--server: give the host names"),
+        (["--server", "a:1"], "without port"),
+        (["--server", "a", "--devices", "../b"], "letters, digits"),
+        (["--server", "a", "--days", "0"], "1 to 36500"),
+    ],
+)
+def test_the_command_refuses(tmp_path, arguments, says):
+    done = fedcpsl("keys", "k", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "k" / "devices").exists()
+
+
+def test_the_command_does_not_change_what_a_certificate_is_for(folder):
+    done = fedcpsl("keys", folder, "--server", "other.example.org", cwd=folder)
+    assert done.returncode == 2
+    assert "is for fl.example.org, localhost, 192.0.2.7" in done.stderr
+    assert "not for other.example.org" in done.stderr
+    assert fedcpsl("keys", folder, "--server", "FL.example.org", "192.0.2.7", cwd=folder).returncode == 0
+
+
+def test_without_cryptography_the_command_says_what_to_install(tmp_path):
+    script = "import sys; sys.modules['cryptography'] = None; from fedcpsl.cli import run_command; "
+    script += "sys.exit(run_command(['keys', 'k', '--server', 'a']))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "pip install 'fedcpsl[flower]'" in done.stderr
