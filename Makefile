@@ -49,6 +49,7 @@ bench-peers: .venv/ready
 # real processes under SIGKILL, minutes long; make soak-calm compares five of them with the simulator
 soak: .venv/ready-dev
 	$(BIN)/python -m tests.soak_federation
+	$(BIN)/python -m tests.soak_federation --odd
 
 soak-calm: .venv/ready-dev
 	$(BIN)/python -m tests.soak_federation --calm --rounds 5

@@ -49,11 +49,13 @@ amount = 5
 class Desk:
     """A folder with a job, keys and the data of some devices, and the processes started there."""
 
-    def __init__(self, folder: Path, devices: int, rounds: int, active: int, deadline: float = 60) -> None:
+    def __init__(
+        self, folder: Path, devices: int, rounds: int, active: int, deadline: float = 60, least: int = 0
+    ) -> None:
         self.folder, self.names = folder, [f"dev{i}" for i in range(devices)]
         self.address = f"127.0.0.1:{free_port()}"
         self.processes: dict[str, subprocess.Popen[str]] = {}
-        text = JOB.format(devices=devices, rounds=rounds, active=active, deadline=deadline)
+        text = JOB.format(devices=least or devices, rounds=rounds, active=active, deadline=deadline)
         (folder / "job.toml").write_text(text)
         for i, name in enumerate(self.names):
             np.savez(folder / f"{name}.npz", **samples_of(i, devices))
@@ -73,20 +75,22 @@ class Desk:
         port = self.address.rpartition(":")[2]
         self._start("server", "serve", "job.toml", "--keys", "keys", "--folder", "server", "--port", port)
 
-    def join(self, name: str, *more: str, data: str = "", called: str = "") -> None:
+    def join(self, name: str, *, data: str = "", odd: str = "") -> None:
+        """Start a device; an odd one is a process of tests.odd_device."""
         data = data or f"{name}.npz"
-        words = ["join", self.address, "--data", data, "--name", name, "--keys", "keys", "--share-accuracy", *more]
-        self._start(called or name, *words)
+        words = ["join", self.address, "--data", data, "--name", name, "--keys", "keys", "--share-accuracy"]
+        self._start(name, *words, odd=odd)
 
-    def _start(self, called: str, *words: str) -> None:
+    def _start(self, called: str, *words: str, odd: str = "") -> None:
+        program = [sys.executable, "-m", "tests.odd_device", odd] if odd else self.fedcpsl
         with (self.folder / f"{called}.log").open("a") as log:
             self.processes[called] = subprocess.Popen(
-                [*self.fedcpsl, *words],
+                [*program, *words],
                 cwd=self.folder,
                 stdout=log,
                 stderr=log,
                 text=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
             )
 
     def status(self) -> dict | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fedcpsl.federation.device_store import settle
 from tests.federation_desk import Desk, furthest
 
 
@@ -46,6 +47,45 @@ def kill_something(desk: Desk, rng: random.Random, what: str) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def odd_company(folder: Path) -> None:
+    """Devices that join late, leave for good, send NaN or another model's shapes, or whose disk is full."""
+    desk = Desk(folder, devices=7, rounds=10, active=5, deadline=30, least=5)
+    dev0, dev1, leaver, late, *odd = desk.names
+    kinds = dict(zip(odd, ("nan", "shapes", "full"), strict=True))
+    try:
+        desk.serve()
+        for name in (dev0, dev1, leaver, *odd):
+            desk.join(name, odd=kinds.get(name, ""))
+        desk.wait(lambda status: status["round"] >= 2, 300)
+        desk.join(late)
+        desk.wait(lambda status: status["round"] >= 4, 300)
+        desk.processes[leaver].terminate()
+        desk.wait(lambda status: status["over"], 900)
+        desk.processes["server"].wait(60)
+    except BaseException:
+        print(desk.logs())
+        raise
+    finally:
+        desk.close()
+    said = (folder / "server.log").read_text()
+    state = desk.serving()
+    assert state.round == 10
+    assert late in [member.name for member in state.roster]
+    assert {m.name for m in state.roster if m.counted is None} == {n for n, kind in kinds.items() if kind != "full"}
+    for words in ("delta has numbers that are not finite", "delta has shape", "No space left on device"):
+        line = next(line for line in said.splitlines() if words in line)
+        print(line)
+    total = sum(m.samples / state.samples * c_of(desk, m) for m in state.roster)
+    gap = float((state.server.c - total).abs().max())
+    print(f"10 rounds with {len(state.roster)} devices; |c - sum_i w_i c_i| = {gap:.2e}")
+    assert gap < 1e-5
+
+
+def c_of(desk: Desk, member):
+    """A device's c_i once it knows what the server counted."""
+    return settle(desk.kept(member.name), member.counted).committed.c
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--rounds", type=int, default=20)
@@ -53,7 +93,12 @@ def main() -> None:
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--calm", action="store_true", help="no kills; compare with the simulator instead")
     options.add_argument("--minutes", type=float, default=25)
+    options.add_argument("--odd", action="store_true", help="devices that misbehave instead of kills")
     chosen = options.parse_args()
+    if chosen.odd:
+        with tempfile.TemporaryDirectory() as folder:
+            odd_company(Path(folder))
+        return
     rng = random.Random(chosen.seed)
     with tempfile.TemporaryDirectory() as folder:
         active = chosen.devices if chosen.calm else 3

@@ -19,6 +19,8 @@ from fedcpsl.config import Data
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation import Lost, Message, predict, respond, serve, terms_of
 from fedcpsl.federation.messages import HELLO, REFUSAL, TRAIN
+from fedcpsl.federation.privacy import strictest
+from fedcpsl.federation.protection import Protection
 from fedcpsl.federation.server_store import load_serving
 from fedcpsl.flower.frames import Blob, Frame, ask, pack, unpack
 from fedcpsl.flower.grid import GridTransport
@@ -269,9 +271,43 @@ def test_data_that_does_not_fit_the_job_is_refused_by_name(tmp_path):
             raise RunError(answer.header["reason"])
 
 
+def test_noise_has_its_price_told(tmp_path):
+    """One update with noise z is a Gaussian mechanism of multiplier z/2; Balle and Wang's exact curve is below ours."""
+    from scipy.stats import norm
+
+    desks = {name: Desk(owner(tmp_path, name)) for name in ("ann", "bob")}
+
+    def answer(name, message):
+        content = pack(frame_of(message.content, "it"))
+        return FlowerMessage(content_of(unpack(desks[name].answer(content), "it")), reply_to=message)
+
+    job = read_job(JOB.replace("least = 2", "least = 2\nclip = 0.5\nnoise = 4.0\ndelta = 1e-4"), "job.toml")
+    grid = FakeGrid(answer, list(desks))
+    states = list(rounds(grid, job, tmp_path, grid.registered))
+    assert [member.asked for member in states[-1].roster] == [2, 2]
+    told = json.loads((tmp_path / "status.json").read_text())["privacy"]
+    assert told["updates"] == 2
+    z = 4.0 / 2 / 2**0.5  # two updates are one of a smaller multiplier
+    epsilon = told["epsilon"]
+    exact = norm.cdf(1 / (2 * z) - epsilon * z) - np.exp(epsilon) * norm.cdf(-1 / (2 * z) - epsilon * z)
+    assert exact <= 1e-4
+    assert epsilon < 4.5
+    deltas = [frame_of(reply.content, "it") for _, reply in grid.seen]
+    sent = [message_from(frame).tensors["delta"] for frame in deltas if frame.header["kind"] == TRAIN]
+    for delta in sent:  # 0.5 * 4 of noise on each number
+        assert float(delta.std()) == pytest.approx(2.0, rel=0.5)
+
+
+def test_the_stricter_protection_holds():
+    assert strictest(Protection(), Protection(1.0, 2.0)) == Protection(1.0, 2.0)
+    assert strictest(Protection(0.5, 1.0), Protection(1.0, 2.0)) == Protection(0.5, 4.0)
+    assert strictest(Protection(0.5), Protection()) == Protection(0.5, 0.0)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        (("least = 2", "noise = 1.0"), "give clip too"),
         (("[federation]", "[federaton]"), "needs a section"),
         (("least = 2", "leest = 2"), "did you mean 'least'"),
         (("least = 2", 'least = "2"'), "give a number"),

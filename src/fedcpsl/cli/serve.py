@@ -66,7 +66,9 @@ def say_status(status: Mapping[str, Any]) -> None:
     for problem in [d["problem"] for d in status["devices"] if d["problem"]] + list(status["strangers"].values()):
         _say(problem)
     done = "all rounds are done" if status["over"] else f"round {status['round']} of {status['rounds']}"
-    return _say(f"{done}{mean}")
+    private = status["privacy"]
+    spent = f", epsilon {private['epsilon']:.2f} at delta {private['delta']:g}" if private else ""
+    return _say(f"{done}{mean}{spent}")
 
 
 def _read(folder: Path) -> dict[str, Any]:

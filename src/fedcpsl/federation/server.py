@@ -119,7 +119,8 @@ def _one_turn(terms: Terms, rules: Rules, state: Serving, transport: Transport) 
     greetings = {name: _order(terms, rules, state, HELLO) for name in sorted(strangers)}
     answers, dropouts = _ask(terms, rules, asked | greetings, transport)
     updates = {name: a for name, a in answers.items() if a.kind == TRAIN}
-    state = state._replace(counted=(), dropouts=dropouts, accuracy=_shared(answers))
+    roster = tuple(m._replace(asked=m.asked + (m.name in asked)) for m in state.roster)
+    state = state._replace(roster=roster, counted=(), dropouts=dropouts, accuracy=_shared(answers))
     if len(updates) < min(rules.quorum, len(asked)):
         state = state._replace(turn=Turn(state.round, state.turn.attempt + 1))
     elif state.begun:

@@ -22,6 +22,7 @@ class Member(NamedTuple):
     labelled: int
     unlabelled: int
     counted: Turn | None = None  # the last turn in which its update was counted
+    asked: int = 0  # turns in which it was asked for an update: at most so many has it let go
 
     @property
     def samples(self) -> int:
@@ -80,8 +81,8 @@ def load_serving(folder: Path, settings: str, like: Tensor) -> Serving | None:
             )
         server = Server(tensors["theta"].to(like.device), tensors["c"].to(like.device))
         roster = tuple(
-            Member(name, labelled, unlabelled, None if counted is None else Turn(*counted))
-            for name, labelled, unlabelled, counted in header["roster"]
+            Member(name, labelled, unlabelled, None if counted is None else Turn(*counted), asked)
+            for name, labelled, unlabelled, counted, asked in header["roster"]
         )
         return Serving(header["run"], settings, server, roster, Turn(*header["turn"]), header["begun"])
     except KeyError as error:

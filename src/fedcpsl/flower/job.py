@@ -13,6 +13,7 @@ from fedcpsl.data.federation import Federation, Source
 from fedcpsl.data.roles import LABELLED
 from fedcpsl.data.scaling import Scaling
 from fedcpsl.errors import InputError, did_you_mean
+from fedcpsl.federation.protection import Protection, check_protection
 from fedcpsl.federation.server import Rules
 from fedcpsl.federation.terms import Terms, terms_of
 from fedcpsl.models import choose_model, make_model
@@ -30,6 +31,8 @@ OF_RULES: dict[str, type] = {
     "largest_norm": float,
 }
 OF_DATA = ("shape", "classes", "shift", "scale")
+OF_PRIVACY: dict[str, type] = {"clip": float, "noise": float, "delta": float}
+DELTA = 1e-5
 
 
 class Job(NamedTuple):
@@ -41,6 +44,8 @@ class Job(NamedTuple):
     classes: tuple[str, ...]
     scaling: Scaling | None  # of inputs, the same on every device
     rules: Rules
+    protection: Protection  # that every device gives its updates at least
+    delta: float  # at which epsilon is told
 
 
 def read_job(text: str, where: str) -> Job:
@@ -52,7 +57,7 @@ def read_job(text: str, where: str) -> Job:
     own = content.pop("federation", None)
     if not isinstance(own, dict):
         raise InputError(f"{where}: needs a section [federation] with shape and classes")
-    known = [*OF_RULES, *OF_DATA]
+    known = [*OF_RULES, *OF_DATA, *OF_PRIVACY]
     for key in own:
         if key not in known:
             raise InputError(f"{where}: [federation] {key}: no such setting; {did_you_mean(key, known)}")
@@ -71,16 +76,33 @@ def read_job(text: str, where: str) -> Job:
         raise InputError(f"{where}: [federation] shape: give the sizes of one input, for example [1, 28, 28]")
     if not isinstance(classes, list) or len(classes) < 2 or len({str(c) for c in classes}) < len(classes):
         raise InputError(f'{where}: [federation] classes: give the names of at least two, for example ["cat", "dog"]')
-    return Job(text, config, tuple(shape), tuple(map(str, classes)), _scaling(own, where), _rules(config, own, where))
+    private = _numbers(OF_PRIVACY, own, where)
+    protection = Protection(private.get("clip", 0.0), private.get("noise", 0.0))
+    check_protection(protection)
+    return Job(
+        text,
+        config,
+        tuple(shape),
+        tuple(map(str, classes)),
+        _scaling(own, where),
+        _rules(config, own, where),
+        protection,
+        private.get("delta", DELTA),
+    )
 
 
-def _rules(config: Config, own: dict[str, Any], where: str) -> Rules:
+def _numbers(kinds: dict[str, type], own: dict[str, Any], where: str) -> dict[str, Any]:
     given = {}
-    for key, kind in OF_RULES.items():
+    for key, kind in kinds.items():
         if key in own:
             if isinstance(own[key], bool) or not isinstance(own[key], int | kind):
                 raise InputError(f"{where}: [federation] {key} = {own[key]!r}: give a number")
             given[key] = kind(own[key])
+    return given
+
+
+def _rules(config: Config, own: dict[str, Any], where: str) -> Rules:
+    given = _numbers(OF_RULES, own, where)
     least = config.work.active if isinstance(config.work.active, int) else 2
     return Rules(**{"rounds": config.work.rounds, "seed": config.run.seed, "deadline": 600.0, "least": least} | given)
 

@@ -20,6 +20,7 @@ from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation.device import Participant, refusal, respond
 from fedcpsl.federation.holdings import holdings_of
 from fedcpsl.federation.messages import Message
+from fedcpsl.federation.privacy import strictest
 from fedcpsl.federation.protection import Protection
 from fedcpsl.flower.frames import Frame, pack, receive, send, unpack
 from fedcpsl.flower.job import Job, fitted, read_job, setup_for, stand_in, terms_for
@@ -56,9 +57,9 @@ def participant_for(owner: Owner, job: Job, run: str) -> Participant:
     folder = owner.folder / "".join(c for c in run if c.isalnum())[:64]
     make_folder(folder)
     write_whole(folder / "job.toml", job.text)  # so that its model can be used without the server
-    return Participant(
-        terms_for(job, setup), holdings_of(setup), folder, owner.budget, owner.protection, owner.share_accuracy
-    )
+    protection = strictest(owner.protection, job.protection)
+    terms, holdings = terms_for(job, setup), holdings_of(setup)
+    return Participant(terms, holdings, folder, owner.budget, protection, owner.share_accuracy)
 
 
 def predictor(folder: Path) -> Participant:

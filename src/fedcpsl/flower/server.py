@@ -11,6 +11,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid
 
 from fedcpsl.errors import InputError
+from fedcpsl.federation.privacy import epsilon
 from fedcpsl.federation.server import serve
 from fedcpsl.federation.server_store import Serving
 from fedcpsl.flower.grid import GridTransport, Names
@@ -74,7 +75,16 @@ def status_of(job: Job, state: Serving, accuracy: dict[str, float], online: list
         "over": state.over,
         "began": began,
         "updated": time.time(),
+        "privacy": privacy_of(job, state),
         "waiting_for": max(0, job.rules.least - len(state.roster)),
         "devices": devices,
         "strangers": {name: why for name, why in state.dropouts.items() if name not in {d["name"] for d in devices}},
     }
+
+
+def privacy_of(job: Job, state: Serving) -> dict[str, float] | None:
+    """The epsilon of the device that was asked most often; None where the job asks for no noise."""
+    if not job.protection.noise:
+        return None
+    most = max((member.asked for member in state.roster), default=0)
+    return {"epsilon": epsilon(job.protection.noise, most, job.delta), "delta": job.delta, "updates": most}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedcpsl.errors import InputError, RunError
+from fedcpsl.federation.privacy import check_delta
 from fedcpsl.flower.job import read_job, server_terms
 from fedcpsl.flower.processes import (
     LOOPBACK,
@@ -80,7 +81,10 @@ def _keep_job(path: Path, folder: Path) -> None:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    server_terms(read_job(text, str(path)))
+    job = read_job(text, str(path))
+    server_terms(job)
+    if job.protection.noise:
+        check_delta(job.delta)
     make_folder(folder)
     kept = folder / "job.toml"
     if kept.exists() and kept.read_text(encoding="utf-8") != text:

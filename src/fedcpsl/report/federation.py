@@ -33,4 +33,11 @@ def print_status(status: Mapping[str, Any]) -> None:
         )
     for name, problem in status["strangers"].items():
         table.add_row(name, "-", "-", "-", "-", problem)
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    if status["privacy"]:
+        private = status["privacy"]
+        console.print(
+            f"a device has let go at most {private['updates']} noised updates: epsilon {private['epsilon']:.2f} at "
+            f"delta {private['delta']:g}, against everybody, the server too"
+        )

@@ -1,0 +1,40 @@
+"""A device that misbehaves, as a process: python -m tests.odd_device nan|shapes|full join ..."""
+
+import os
+import sys
+
+from fedcpsl.cli import run_command
+from fedcpsl.flower import member
+from fedcpsl.runs import files
+
+TRUE_RESPOND, TRUE_FSYNC = member.respond, os.fsync
+
+
+def with_nan(*asked):
+    message = TRUE_RESPOND(*asked)
+    for delta in message.tensors.values():
+        delta[0] = float("nan")
+    return message
+
+
+def of_another_model(*asked):
+    message = TRUE_RESPOND(*asked)
+    return message._replace(tensors={name: delta[:-1] for name, delta in message.tensors.items()})
+
+
+def on_a_full_disk(descriptor):
+    if "safetensors" in os.readlink(f"/proc/self/fd/{descriptor}") and on_a_full_disk.written > 1:
+        raise OSError(28, os.strerror(28))
+    on_a_full_disk.written += 1
+    TRUE_FSYNC(descriptor)
+
+
+on_a_full_disk.written = 0
+
+if __name__ == "__main__":
+    kind, *arguments = sys.argv[1:]
+    if kind == "full":
+        files.os.fsync = on_a_full_disk
+    else:
+        member.respond = {"nan": with_nan, "shapes": of_another_model}[kind]
+    sys.exit(run_command(arguments))
