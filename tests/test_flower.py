@@ -22,6 +22,7 @@ from fedcpsl.federation.messages import HELLO, REFUSAL, TRAIN
 from fedcpsl.federation.privacy import strictest
 from fedcpsl.federation.protection import Protection
 from fedcpsl.federation.server_store import load_serving
+from fedcpsl.flower.conditions import Conditions, reluctance
 from fedcpsl.flower.frames import Blob, Frame, ask, pack, unpack
 from fedcpsl.flower.grid import GridTransport
 from fedcpsl.flower.job import read_job, server_terms
@@ -296,6 +297,27 @@ def test_noise_has_its_price_told(tmp_path):
     sent = [message_from(frame).tensors["delta"] for frame in deltas if frame.header["kind"] == TRAIN]
     for delta in sent:  # 0.5 * 4 of noise on each number
         assert float(delta.std()) == pytest.approx(2.0, rel=0.5)
+
+
+def test_a_device_sits_out_as_its_owner_wants(tmp_path, monkeypatch):
+    supplies = tmp_path / "supplies"
+    for name, facts in {
+        "BAT0": {"type": "Battery", "status": "Discharging"},
+        "AC": {"type": "Mains", "online": "0"},
+    }.items():
+        (supplies / name).mkdir(parents=True)
+        for fact, word in facts.items():
+            (supplies / name / fact).write_text(word + "\n")
+    assert reluctance(Conditions(), supplies) is None
+    assert reluctance(Conditions(on_battery=False), supplies) == "not now: it runs on its battery"
+    (supplies / "AC" / "online").write_text("1\n")
+    assert reluctance(Conditions(on_battery=False), supplies) is None
+    assert reluctance(Conditions(on_battery=False), tmp_path / "none") is None
+    monkeypatch.setattr("os.getloadavg", lambda: (1000.0, 0.0, 0.0))
+    desk = Desk(owner(tmp_path, conditions=Conditions(most_load=2.0)))
+    header = {"run": "r", "round": 0, "attempt": 0, "kind": TRAIN}
+    said = unpack(desk.answer(pack(Frame(header, {}, JOB))), "it").header
+    assert (said["kind"], said["reason"]) == (REFUSAL, "not now: it is busy with other work")
 
 
 def test_the_stricter_protection_holds():

@@ -36,6 +36,10 @@ def add(commands: Any) -> None:
     join.add_argument("--insecure", action="store_true", help="no TLS and no key; a server on this machine alone")
     join.add_argument("--folder", type=Path, metavar="FOLDER", help="where its state is kept [devices/NAME]")
     join.add_argument("--budget", default="", metavar="30s", help="most time for the work of a round")
+    join.add_argument("--not-on-battery", action="store_true", help="sit out rounds while it runs on its battery")
+    join.add_argument(
+        "--most-load", type=float, default=0.0, metavar="LOAD", help="sit out rounds while the load per core is higher"
+    )
     join.add_argument("--clip", type=float, default=0.0, metavar="NORM", help="shorten updates to this norm")
     join.add_argument("--noise", type=float, default=0.0, help="Gaussian noise on updates, in units of --clip")
     join.add_argument("--share-accuracy", action="store_true", help="tell the server this device's test accuracy")
@@ -68,6 +72,7 @@ def _join(parsed: argparse.Namespace) -> int:
         raise InputError(f"{parsed.data}: no such file")
     from fedcpsl.config import Data
     from fedcpsl.federation.protection import Protection, check_protection
+    from fedcpsl.flower.conditions import Conditions
     from fedcpsl.flower.joining import join
     from fedcpsl.flower.member import Owner
 
@@ -84,7 +89,10 @@ def _join(parsed: argparse.Namespace) -> int:
     protection = Protection(parsed.clip, parsed.noise)
     check_protection(protection)
     folder = parsed.folder or Path("devices") / parsed.name
-    owner = Owner(parsed.name, data, folder, budget, protection, parsed.share_accuracy)
+    if parsed.most_load < 0:
+        raise InputError(f"--most-load {parsed.most_load:g}: give a number of at least 0")
+    conditions = Conditions(not parsed.not_on_battery, parsed.most_load)
+    owner = Owner(parsed.name, data, folder, budget, protection, parsed.share_accuracy, conditions)
     key = None if keys is None else _key(keys, parsed.name)
     join(parsed.server, owner, None if keys is None else keys / "ca.crt", key, _say)
     return 0

@@ -19,9 +19,10 @@ from fedcpsl.data.sources import load_source
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation.device import Participant, refusal, respond
 from fedcpsl.federation.holdings import holdings_of
-from fedcpsl.federation.messages import Message
+from fedcpsl.federation.messages import TRAIN, Message
 from fedcpsl.federation.privacy import strictest
 from fedcpsl.federation.protection import Protection
+from fedcpsl.flower.conditions import Conditions, reluctance
 from fedcpsl.flower.frames import Frame, pack, receive, send, unpack
 from fedcpsl.flower.job import Job, fitted, read_job, setup_for, stand_in, terms_for
 from fedcpsl.flower.tensors import frame_from, message_from
@@ -41,6 +42,7 @@ class Owner(NamedTuple):
     budget: float = 0.0
     protection: Protection = Protection()
     share_accuracy: bool = False
+    conditions: Conditions = Conditions()
 
 
 def participant_for(owner: Owner, job: Job, run: str) -> Participant:
@@ -108,7 +110,8 @@ class Desk:
         except (InputError, RunError) as error:
             LOG.warning("%s", error)
             return refusal(asked, str(error))
-        return respond(self._ready[1], asked, self._clock)
+        reason = reluctance(self._owner.conditions) if frame.header.get("kind") == TRAIN else None
+        return refusal(asked, reason) if reason else respond(self._ready[1], asked, self._clock)
 
 
 def listen(owner: Owner, address: Path, ready: Callable[[], None] = lambda: None) -> None:
