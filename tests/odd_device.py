@@ -22,19 +22,20 @@ def of_another_model(*asked):
     return message._replace(tensors={name: delta[:-1] for name, delta in message.tensors.items()})
 
 
-def on_a_full_disk(descriptor):
-    if "safetensors" in os.readlink(f"/proc/self/fd/{descriptor}") and on_a_full_disk.written > 1:
+def on_a_filling_disk(descriptor):
+    """There is room for the greeting and one round."""
+    written.append("safetensors" in os.readlink(f"/proc/self/fd/{descriptor}"))
+    if written[-1] and sum(written) > 2:
         raise OSError(28, os.strerror(28))
-    on_a_full_disk.written += 1
     TRUE_FSYNC(descriptor)
 
 
-on_a_full_disk.written = 0
+written: list[bool] = []
 
 if __name__ == "__main__":
     kind, *arguments = sys.argv[1:]
     if kind == "full":
-        files.os.fsync = on_a_full_disk
+        files.os.fsync = on_a_filling_disk
     else:
         member.respond = {"nan": with_nan, "shapes": of_another_model}[kind]
     sys.exit(run_command(arguments))

@@ -71,6 +71,7 @@ def odd_company(folder: Path) -> None:
     state = desk.serving()
     assert state.round == 10
     assert late in [member.name for member in state.roster]
+    assert len(state.roster) == 7
     assert {m.name for m in state.roster if m.counted is None} == {n for n, kind in kinds.items() if kind != "full"}
     for words in ("delta has numbers that are not finite", "delta has shape", "No space left on device"):
         line = next(line for line in said.splitlines() if words in line)
