@@ -67,10 +67,15 @@ def read_config(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: cannot be read as text: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{path}: not valid TOML: {error}") from error
+    return flat_settings(document, str(path))
+
+
+def flat_settings(document: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`section.key` to value, from sections as TOML nests them; what is no setting is named."""
     values = {}
     for section, content in document.items():
         if not isinstance(content, dict):
-            raise InputError(f"{path}: {section} stands outside a section; put it under {_sections_with(section)}")
+            raise InputError(f"{where}: {section} stands outside a section; put it under {_sections_with(section)}")
         for key, value in content.items():
             setting(section, key)
             values[f"{section}.{key}"] = value

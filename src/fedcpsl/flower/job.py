@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fedcpsl.config import Config, setting, with_settings
+from fedcpsl.config import Config, flat_settings, with_settings
 from fedcpsl.data.federation import Federation, Source
 from fedcpsl.data.roles import LABELLED
 from fedcpsl.data.scaling import Scaling
@@ -61,14 +61,7 @@ def read_job(text: str, where: str) -> Job:
     for key in own:
         if key not in known:
             raise InputError(f"{where}: [federation] {key}: no such setting; {did_you_mean(key, known)}")
-    values: dict[str, Any] = {}
-    for section, keys in content.items():
-        if not isinstance(keys, dict):
-            raise InputError(f"{where}: {section} stands outside a section")
-        for key, value in keys.items():
-            setting(section, key)
-            values[f"{section}.{key}"] = value
-    config = with_settings(Config(), values)
+    config = with_settings(Config(), flat_settings(content, where))
     if ":" in config.model.name or config.model.name == AUTO:
         raise InputError(f"{where}: model.name = {config.model.name!r}: name a model of fedcpsl, for example mlp")
     shape, classes = own.get("shape"), own.get("classes")

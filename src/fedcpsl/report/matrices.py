@@ -1,6 +1,7 @@
 """The tables of a study: its rows by its panels."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,7 +68,7 @@ def matrices(study: Study, dataset: str, cells: Sequence[Cell]) -> list[Matrix]:
         tables.append(_matrix(study, by_place, caption, lead, leave_out=first))
     for k, target in enumerate(study.reach.get(dataset, [])):
         caption = f"First round at {100 * target:g} % or more, mean over the seeds that got there."
-        tables.append(_matrix(study, by_place, caption, lambda cell, k=k: _reached(cell, k)))  # type: ignore[misc]
+        tables.append(_matrix(study, by_place, caption, partial(_reached, k=k)))
     caption = "The worst tenth of devices: their personal accuracy, %."
     tables.append(_matrix(study, by_place, caption, lambda cell: _mean(cell, "worst_tenth")))
     caption = "The global model on the devices' own tests, %."

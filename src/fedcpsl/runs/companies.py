@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ def run_all(folder: Path, plan: Plan, announce: Announce) -> bool:
             shared = all(same_data(run.case) for run in begun)
             source = source or (load_data(plan.base.data) if shared else None)
             watches, given = announce(begun, len(planned) - len(_left(planned))), source if shared else None
-            if not _came_to_an_end(begun, lambda: resume_together([run.folder for run in begun], watches, given)):  # noqa: B023
+            if not _came_to_an_end(begun, partial(resume_together, [run.folder for run in begun], watches, given)):
                 return False
         while waiting := _left(planned):
             first = waiting[0]
@@ -56,7 +57,7 @@ def run_all(folder: Path, plan: Plan, announce: Announce) -> bool:
             watches = announce(company, len(planned) - len(waiting))
             runs = zip(experiments, company, watches, strict=True)
             members = [Member(experiment, run.folder, watch) for experiment, run, watch in runs]
-            if not _came_to_an_end(company, lambda: start_together(members)):  # noqa: B023
+            if not _came_to_an_end(company, partial(start_together, members)):
                 return False
     return True
 
