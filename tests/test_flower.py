@@ -182,6 +182,13 @@ def test_a_device_that_is_not_connected_is_a_loss():
     assert list(transport.send({"phone": Message({}, {})}, 1.0)) == [("phone", Lost("it is not connected"))]
 
 
+def test_messages_that_flower_does_not_take_are_losses():
+    grid = FakeGrid(None, ["phone"])
+    grid.push_messages = lambda _messages: []
+    (loss,) = GridTransport(grid, "", grid.registered).send({"phone": Message({"round": 0}, {})}, 1.0)
+    assert loss == ("phone", Lost("Flower did not take the message; its log says why"))
+
+
 numbers = st.one_of(st.integers(-(2**53), 2**53), st.text(max_size=20), st.floats(allow_nan=False))
 blobs = st.builds(
     lambda values, kind: Blob(kind, (len(values),), np.array(values, kind).tobytes()),

@@ -207,7 +207,7 @@ def test_a_row_beats_what_was_chosen_and_what_is_given(desk):
         ("seeds = 2", 'seeds = "2"', "seeds: must be a int"),
         ("seeds = 2", 'seeds = 2\nshows = "bars"', "give one of curves, map, trend, rate"),
         ('"base.toml"', '"bases.toml"', "no such config file"),
-        ("work.active = 3", "active = 3", "give it as SECTION.KEY = VALUE"),
+        ("work.active = 3", "active = 3", "active stands outside a section"),
     ],
 )
 def test_a_wrong_study_is_named(desk, old, new, words):
@@ -239,6 +239,8 @@ def test_runs_with_other_settings_are_not_mixed(desk):
     done = fedcpsl("paper", "pair.toml", "--out", "o", "--seeds", "1", "--rounds", "4", cwd=desk)
     assert done.returncode == 2
     assert "its runs have another work.rounds" in done.stderr
+    partial = fedcpsl("paper", "pair.toml", "--out", "o", "--seeds", "1", "--rounds", "4", "--partial", cwd=desk)
+    assert (partial.returncode, "its runs have another work.rounds" in partial.stderr) == (2, True)
     run = next((desk / "o" / "digits" / "runs").iterdir())
     resumed = fedcpsl("run", "--resume", run, cwd=desk)
     assert (resumed.returncode, "has kept its metrics alone" in resumed.stderr) == (2, True)

@@ -68,7 +68,7 @@ def _run(parsed: argparse.Namespace, studies: Sequence["Study"], dataset: str) -
     from fedcpsl.report.study import print_study, write_study
     from fedcpsl.runs.comparison import run_folder
     from fedcpsl.runs.folder import is_finished
-    from fedcpsl.runs.study import plan_of, run_plan
+    from fedcpsl.runs.study import check_base, plan_of, run_plan
 
     plan = plan_of(studies, dataset, parsed.seeds)
     folder = parsed.out / dataset
@@ -79,7 +79,9 @@ def _run(parsed: argparse.Namespace, studies: Sequence["Study"], dataset: str) -
         print(f"{', '.join(study.name for study in studies)} on {dataset}: {len(runs)} runs, {len(missing)} to do")
         return 0
     finished = parsed.partial
-    if not parsed.partial:
+    if parsed.partial:
+        check_base(folder, plan)
+    else:
         with comparison_progress(len(runs), Console(stderr=True)) as announce:
             finished = run_plan(folder, plan, announce)
     if not finished:

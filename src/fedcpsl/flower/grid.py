@@ -61,7 +61,11 @@ class GridTransport:
             return
         end = time.monotonic() + deadline
         sent = [FlowerMessage(content_of(frames[name]), nodes[name], kind, ttl=deadline) for name in frames]
-        waiting = dict(zip(self._grid.push_messages(sent), frames, strict=True))
+        taken = list(self._grid.push_messages(sent))
+        if len(taken) < len(sent):  # Flower takes all or none: too large, for example
+            yield from ((name, Lost("Flower did not take the message; its log says why")) for name in frames)
+            return
+        waiting = dict(zip(taken, frames, strict=True))
         while waiting:
             for reply in self._grid.pull_messages(list(waiting)):
                 name = waiting.pop(reply.metadata.reply_to_message_id, None)

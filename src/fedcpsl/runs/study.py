@@ -3,11 +3,12 @@
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedcpsl.config import Config, read_config, setting, to_toml, with_settings
+from fedcpsl.config import Config, flat_settings, read_config, to_toml, with_settings
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.runs import folder as files
 from fedcpsl.runs.companies import Announce, run_all
@@ -90,7 +91,7 @@ def find_study(name: str) -> Study:
 
 def read_study(path: Path) -> Study:
     """A study from its file, every setting checked."""
-    content = _toml(path)
+    content, flat = _toml(path), partial(flat_settings, where=str(path))
     for key, value in content.items():
         if key not in KEYS:
             raise InputError(f"{path}: {key}: no such key of a study; {did_you_mean(key, KEYS)}")
@@ -105,8 +106,8 @@ def read_study(path: Path) -> Study:
     chosen = _toml(path.parent / content["chosen"]) if "chosen" in content else {}
     rows, grids = {}, {}
     for row, nested in content["rows"].items():
-        grids[row] = _flat(path, nested.get("grid", {})) | _flat(path, content.get("grid", {}))
-        rows[row] = _flat(path, {key: value for key, value in nested.items() if key != "grid"})
+        grids[row] = flat(nested.get("grid", {})) | flat(content.get("grid", {}))
+        rows[row] = flat({key: value for key, value in nested.items() if key != "grid"})
     reference = content.get("reference", next(iter(rows)))
     if reference not in rows:
         raise InputError(f"{path}: reference = {reference!r}: no such row; {did_you_mean(reference, rows)}")
@@ -116,11 +117,11 @@ def read_study(path: Path) -> Study:
         shows=content.get("shows", "curves"),
         bases=bases,
         datasets=content.get("datasets", list(bases)),
-        chosen={d: {a: _flat(path, s) for a, s in of.items()} for d, of in chosen.items()},
+        chosen={d: {a: flat(s) for a, s in of.items()} for d, of in chosen.items()},
         seeds=content.get("seeds", 5),
         first_seed=content.get("first_seed", 0),
-        settings=_flat(path, content.get("settings", {})),
-        panels={name: _flat(path, s) for name, s in content.get("panels", {"": {}}).items()},
+        settings=flat(content.get("settings", {})),
+        panels={name: flat(s) for name, s in content.get("panels", {"": {}}).items()},
         rows=rows,
         reference=reference,
         grids=grids,
@@ -177,14 +178,18 @@ def run_plan(folder: Path, plan: Plan, announce: Announce) -> bool:
     """Run what is missing of a plan in a folder that studies share; False where it was asked to stop."""
     files.make_parent(folder / "runs")
     (folder / "runs").mkdir(exist_ok=True)
-    kept = folder / "config.toml"
-    if not kept.exists():
-        write_whole(kept, to_toml(plan.base))
-    before = with_settings(Config(), read_config(kept))
+    if not (folder / "config.toml").exists():
+        write_whole(folder / "config.toml", to_toml(plan.base))
+    check_base(folder, plan)
+    return run_all(folder, plan, announce)
+
+
+def check_base(folder: Path, plan: Plan) -> None:
+    """Refuse a folder whose runs began from other settings: their names would not tell."""
+    before = with_settings(Config(), read_config(folder / "config.toml"))
     if _what_counts(before) != _what_counts(plan.base):
         changed = [k for k, v in _what_counts(plan.base).items() if _what_counts(before)[k] != v]
         raise InputError(f"{folder}: its runs have another {changed[0]}; give another --out, or the old settings")
-    return run_all(folder, plan, announce)
 
 
 def _what_counts(config: Config) -> Settings:
@@ -225,15 +230,3 @@ def _toml(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: no such study") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InputError(f"{path}: cannot be read as TOML: {error}") from error
-
-
-def _flat(path: Path, nested: Mapping[str, Any]) -> Settings:
-    """section.key to value; a key that is no setting is named."""
-    flat = {}
-    for section, values in nested.items():
-        if not isinstance(values, dict):
-            raise InputError(f"{path}: {section} = {values!r}: give it as SECTION.KEY = VALUE")
-        for key, value in values.items():
-            setting(section, key)
-            flat[f"{section}.{key}"] = value
-    return flat
