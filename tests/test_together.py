@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedcpsl import config
+from fedcpsl import config, examination
 from fedcpsl.data.federation import Federation
 from fedcpsl.evaluation import evaluate, evaluate_together
 from fedcpsl.examination import examiner
@@ -184,3 +184,19 @@ def test_a_cpu_takes_no_more_side_by_side_than_its_caches_hold(monkeypatch):
     monkeypatch.setattr("fedcpsl.simulation.memory.CACHES", 5 * 4 * made[0].method.network.initial.numel() * 4)
     assert slots_that_fit(made) == 4
     assert slots_that_fit(made[:1]) == 0
+
+
+def test_localized_models_are_examined_a_few_at_a_time(monkeypatch):
+    run = config.Run(executor="vectorised", dtype="float64", processes=1, device="cpu")
+    *_, before, after = simulate_together(setups(run, cases=CASES[:3]))
+    earlier = [evaluate(state).predictions for state in before]
+    asked = []
+    network = type(after[0].setup.method.network)
+    whole = network.log_probabilities
+    monkeypatch.setattr(network, "log_probabilities", lambda *given: asked.append(len(given[1])) or whole(*given))
+    monkeypatch.setattr(examination, "ROWS_AT_ONCE", 2 * max(np.diff(s.setup.shelf.test.start).max() for s in after))
+    anew = examination._with_new_localized(after, earlier)
+    assert len(asked) > 1
+    assert max(asked) == 2
+    for state, made in zip(after, anew, strict=True):
+        torch.testing.assert_close(made.localized, evaluate(state).predictions.localized, rtol=0, atol=1e-12)

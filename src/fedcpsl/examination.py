@@ -21,6 +21,10 @@ from fedcpsl.evaluation import (
 from fedcpsl.simulation import State
 from fedcpsl.simulation.transfer import sent
 
+ROWS_AT_ONCE = (
+    32768  # of models side by side, whatever memory is free: where a batch is cut must not change from run to run
+)
+
 Examine = Callable[[Sequence[State]], Pending]
 
 
@@ -71,16 +75,19 @@ def _with_new_localized(states: Sequence[State], earlier: Sequence[Predictions])
     ]
     for same in {id(states[run].setup.method.network.module): run for run, _ in changed}.values():
         network = states[same].setup.method.network
-        some = [(r, i) for r, i in changed if states[r].setup.method.network.module is network.module]
-        rows = [tests[r].rows(i) for r, i in some]
-        x = tests[same].x.new_zeros(len(some), max(r.stop - r.start for r in rows), *tests[same].x.shape[1:])
-        for place, (run, _), own in zip(x, some, rows, strict=True):
-            place[: own.stop - own.start] = tests[run].x[own]
-        log_h = network.log_probabilities(torch.stack([states[r].device(i).theta_lc for r, i in some]), x)
-        for each, (run, _), own in zip(log_h, some, rows, strict=True):
-            localized = earlier[run].localized
-            assert localized is not None
-            localized[own] = each[: own.stop - own.start]
+        theirs = [(r, i) for r, i in changed if states[r].setup.method.network.module is network.module]
+        most = max(tests[r].rows(i).stop - tests[r].rows(i).start for r, i in theirs)
+        at_once = max(1, ROWS_AT_ONCE // most)
+        for some in (theirs[k : k + at_once] for k in range(0, len(theirs), at_once)):
+            rows = [tests[r].rows(i) for r, i in some]
+            x = tests[same].x.new_zeros(len(some), most, *tests[same].x.shape[1:])
+            for place, (run, _), own in zip(x, some, rows, strict=True):
+                place[: own.stop - own.start] = tests[run].x[own]
+            log_h = network.log_probabilities(torch.stack([states[r].device(i).theta_lc for r, i in some]), x)
+            for each, (run, _), own in zip(log_h, some, rows, strict=True):
+                localized = earlier[run].localized
+                assert localized is not None
+                localized[own] = each[: own.stop - own.start]
     return [made._replace(made_by=versions_of(state)) for state, made in zip(states, earlier, strict=True)]
 
 

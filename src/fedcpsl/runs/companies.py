@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from fedcpsl.config import Config, with_settings
 from fedcpsl.data.federation import Source
 from fedcpsl.errors import RunError
@@ -77,6 +79,13 @@ def _came_to_an_end(company: Sequence[Planned], begin: Callable[[], Sequence[Out
         for other in (run for i, run in enumerate(company) if i != error.run):
             shutil.rmtree(other.folder)
         return True
+    except torch.OutOfMemoryError as error:
+        if len(company) == 1:
+            raise
+        for run in company:  # begun together they would go on together, and meet the same end
+            shutil.rmtree(run.folder, ignore_errors=True)
+        fix = f"give --set run.together={len(company) // 2}; runs that had come to their end are kept"
+        raise RunError(f"{len(company)} runs side by side do not fit into the GPU's memory; {fix}") from error
 
 
 def _planned(folder: Path, plan: Plan, case: Case, seed: int) -> Planned:
