@@ -1,0 +1,235 @@
+"""The estimator: scikit-learn's side of it; what is learnt is in `learning`."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.metrics import accuracy_score
+from sklearn.utils import check_random_state
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+
+from fedcpsl.config import AUTO, Config, with_settings
+from fedcpsl.errors import InputError
+from fedcpsl.sklearn.learning import Learnt, MakeModel, learn, probabilities
+from fedcpsl.sklearn.targets import device_names, known_labels, places, refuse_unseen, with_marks
+
+SEEDS = 2**31 - 1
+
+
+class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+    """A classifier from few labels, with a model for every device (person, site, machine) and one for all.
+
+    In `y`, -1 or a missing value (for text also "-1" or "") means unlabelled; anything else is a class. `device` says
+    who holds each sample; without it there is one device, 0. What is `auto` is decided as on the command line.
+
+    :param algorithm: `fedcpsl`, or a baseline by name: `apfl`, `fedavg`, `local` and others.
+    :param model: a network by name, `package.module:function`, or a function of (input shape, classes).
+    :param hidden: widths of the hidden layers where the model is an `mlp`.
+    :param rounds: in each of them some devices train and the global model is renewed.
+    :param active: how many devices train in a round, or all where there are fewer; `auto`: 4.
+    :param epochs: how often a device goes through its samples in a round.
+    :param batch_size: labelled samples, and as many unlabelled ones, of a minibatch.
+    :param personal_rounds: rounds at the end in which every device trains its own model alone.
+    :param beta: weight of a device's own model in its predictions, or one for each of `devices_`.
+    :param eta: step size; `auto`: 0.05.
+    :param eta_lc: step size of the devices' own models; `auto`: 2 eta for `fedcpsl` and `local`, else eta.
+    :param gamma: local momentum.
+    :param alpha_p: weight of the pseudo-label loss.
+    :param alpha_r: weight of the regulariser of pseudo-labels.
+    :param standardise: whether features are shifted and scaled to mean 0 and deviation 1.
+    :param input_shape: of one sample, where rows are flattened images or signals: (1, 28, 28).
+    :param unseen: what is said of a device that was not there at fit: `error`, or `global`: the global model answers.
+    :param compute: where to train: `cpu`, `cuda`, `mps`; `auto`: cuda where there is one.
+    :param processes: that share a round's devices; 1 leaves the cores to a search's `n_jobs`.
+    :param settings: any other settings by name, such as `{"work.unit": "hlu"}`.
+    :param random_state: a whole number makes fits repeatable, and is the seed of the same run elsewhere.
+
+    After `fit`: `classes_`, `devices_` (names, sorted), `active_rounds_` (of each device), `n_features_in_` and, for a
+    frame, `feature_names_in_`.
+    """
+
+    def __init__(
+        self,
+        *,
+        algorithm: str = "fedcpsl",
+        model: str | MakeModel = AUTO,
+        hidden: Sequence[int] = (200, 200),
+        rounds: int = 100,
+        active: int | str = AUTO,
+        epochs: int = 2,
+        batch_size: int = 32,
+        personal_rounds: int = 0,
+        beta: float | Sequence[float] = 0.75,
+        eta: float | str = AUTO,
+        eta_lc: float | str = AUTO,
+        gamma: float = 0.8,
+        alpha_p: float = 0.03,
+        alpha_r: float = 0.01,
+        standardise: bool = True,
+        input_shape: Sequence[int] | None = None,
+        unseen: str = "error",
+        compute: str = AUTO,
+        processes: int | str = 1,
+        settings: dict[str, Any] | None = None,
+        random_state: Any = None,
+    ) -> None:
+        self.algorithm = algorithm
+        self.model = model
+        self.hidden = hidden
+        self.rounds = rounds
+        self.active = active
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.personal_rounds = personal_rounds
+        self.beta = beta
+        self.eta = eta
+        self.eta_lc = eta_lc
+        self.gamma = gamma
+        self.alpha_p = alpha_p
+        self.alpha_r = alpha_r
+        self.standardise = standardise
+        self.input_shape = input_shape
+        self.unseen = unseen
+        self.compute = compute
+        self.processes = processes
+        self.settings = settings
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any, device: Any = None) -> "FedCPSLClassifier":
+        """Learn from samples, of which some have labels."""
+        if self.unseen not in ("error", "global"):
+            raise ValueError(f'unseen = {self.unseen!r}: give "error" or "global"')
+        x, y = validate_data(self, X, with_marks(y), dtype="numeric", order="C")
+        known, labels = known_labels(y)
+        if not len(labels):
+            raise ValueError("no sample has a label: every y is -1 or missing; give some labels")
+        check_classification_targets(labels)
+        self.classes_, codes = np.unique(labels, return_inverse=True)
+        numbers = np.full(len(y), -1, np.int64)
+        numbers[known] = codes
+        names = np.zeros(len(x), np.int64) if device is None else device_names(device, len(x))
+        self.devices_, owner = np.unique(names, return_inverse=True)
+        with _value_errors():
+            config = self._config(len(self.devices_))
+            model = self.model if callable(self.model) else config.model.name
+            self.learnt_ = learn(config, model, self._shaped(x), numbers, owner, tuple(map(str, self.devices_)))
+        self.active_rounds_ = self.learnt_.active_rounds
+        _warn_of_idle(self.learnt_, self.devices_)
+        return self
+
+    def predict_proba(self, X: Any, device: Any = None) -> NDArray[np.float64]:
+        """The probability of every class, by the models of the samples' devices; without `device` by the global one."""
+        check_is_fitted(self)
+        x = validate_data(self, X, reset=False, dtype="numeric", order="C")
+        return probabilities(self.learnt_, x, self._who_answers(device, len(x)))
+
+    def predict(self, X: Any, device: Any = None) -> NDArray[Any]:
+        """The likeliest class of every sample."""
+        probable = self.predict_proba(X, device)
+        return self.classes_[probable.argmax(1)]
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None, device: Any = None) -> float:
+        """Accuracy over the samples that have a label."""
+        predicted = self.predict(X, device)
+        known, labels = known_labels(column_or_1d(with_marks(y)))
+        if len(known) != len(predicted):
+            raise ValueError(f"y has {len(known)} labels where X has {len(predicted)} samples: give one each")
+        if not len(labels):
+            raise ValueError("no sample has a label to score by: every y is -1 or missing")
+        weight = None if sample_weight is None else np.asarray(sample_weight)[known]
+        return float(accuracy_score(labels, predicted[known], sample_weight=weight))
+
+    def _config(self, devices: int) -> Config:
+        """The library's settings, checked."""
+        active = _plain(self.active)
+        normalise = _plain(self.standardise)
+        if not isinstance(normalise, bool):
+            raise ValueError(f"standardise = {self.standardise!r}: give True or False")
+        values = {
+            "algorithm.name": self.algorithm,
+            "model.name": AUTO if callable(self.model) else self.model,
+            "model.hidden": self.hidden,
+            "work.rounds": self.rounds,
+            "work.active": min(active, devices) if isinstance(active, int) else active,
+            "work.amount": self.epochs,
+            "work.batch_labelled": self.batch_size,
+            "work.batch_unlabelled": self.batch_size,
+            "work.personal_rounds": self.personal_rounds,
+            "algorithm.beta": self.beta,
+            "algorithm.eta": self.eta,
+            "algorithm.eta_lc": self.eta_lc,
+            "algorithm.gamma": self.gamma,
+            "algorithm.alpha_p": self.alpha_p,
+            "algorithm.alpha_r": self.alpha_r,
+            "data.normalise": "standard" if normalise else "none",
+            "run.device": self.compute,
+            "run.processes": self.processes,
+            "run.seed": self._seed(),
+        }
+        for name in self.settings or {}:
+            if name.split(".")[0] in ("data", "model"):
+                raise ValueError(f"settings has {name!r}: give settings of algorithm, work or run")
+        values |= self.settings or {}
+        return with_settings(Config(), {name: _plain(value) for name, value in values.items()})
+
+    def _seed(self) -> int:
+        if isinstance(self.random_state, Integral):
+            return int(self.random_state)
+        return int(check_random_state(self.random_state).randint(SEEDS))
+
+    def _shaped(self, x: NDArray[Any]) -> NDArray[Any]:
+        """Rows as samples of the shape that a model is given."""
+        if self.input_shape is None:
+            return x
+        if prod(self.input_shape) != x.shape[1]:
+            raise ValueError(f"input_shape = {tuple(self.input_shape)}: does not fit rows of {x.shape[1]} numbers")
+        return x.reshape(-1, *self.input_shape)
+
+    def _who_answers(self, device: Any, samples: int) -> NDArray[np.int64]:
+        """The place of every sample's device whose own model answers; -1: the global model does."""
+        alone = self.learnt_.theta is None
+        if device is None and (not alone or len(self.devices_) == 1):
+            return np.full(samples, 0 if alone else -1, np.int64)
+        if device is None:
+            raise ValueError(f"{self.learnt_.algorithm} has no global model: say whose model answers, with device=")
+        names = device_names(device, samples)
+        owner = places(names, self.devices_)
+        if alone or self.unseen != "global":
+            refuse_unseen(names, owner, self.devices_)
+        return owner if alone else np.where(self.learnt_.trained[owner], owner, -1)
+
+
+def _plain(value: Any) -> Any:
+    """A number of Python's where it is one of NumPy's, a list where it is an array or a tuple."""
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else _listed(value)
+
+
+def _listed(value: Any) -> Any:
+    return [_plain(each) for each in value] if isinstance(value, tuple | list) else value
+
+
+@contextmanager
+def _value_errors() -> Iterator[None]:
+    """What is wrong with settings and samples, as scikit-learn expects to be told."""
+    try:
+        yield
+    except InputError as error:
+        raise ValueError(str(error)) from error
+
+
+def _warn_of_idle(learnt: Learnt, devices: NDArray[Any]) -> None:
+    idle = devices[~learnt.trained].tolist() if learnt.parts.personal else []
+    if idle:
+        meanwhile = "their models are as they began" if learnt.theta is None else "the global model answers for them"
+        warnings.warn(
+            f"{len(idle)} of {len(devices)} devices never trained (such as {idle[0]!r}): {meanwhile}; "
+            "give more rounds or active devices, or labels where the algorithm uses nothing else",
+            stacklevel=3,
+        )

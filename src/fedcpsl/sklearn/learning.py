@@ -1,0 +1,170 @@
+"""From samples and settings to models as plain arrays, and from those to probabilities."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedcpsl.algorithm import Hyper, Method, Parts
+from fedcpsl.algorithms import find_algorithm
+from fedcpsl.config import Config
+from fedcpsl.data.federation import array_source, federate
+from fedcpsl.data.roles import Shares
+from fedcpsl.data.scaling import Scaling, fit_scaling
+from fedcpsl.errors import InputError
+from fedcpsl.models import choose_model, make_model
+from fedcpsl.network import Network
+from fedcpsl.problem import Costs
+from fedcpsl.schedule import stream
+from fedcpsl.simulation import Setup, State, prepare, simulate
+from fedcpsl.simulation.shelf import normalise
+
+ROWS_AT_ONCE = 16384
+_RANDOMNESS = Lock()
+MakeModel = Callable[[tuple[int, ...], int], nn.Module]
+
+
+class Learnt(NamedTuple):
+    """All that predictions are made of, as arrays and plain values."""
+
+    algorithm: str
+    parts: Parts
+    numbers: NDArray[np.float64]  # what `Hyper` holds, [numbers, devices]
+    model: str | MakeModel
+    hidden: list[int]
+    shape: tuple[int, ...]  # of one input
+    classes: int
+    fixed: dict[str, NDArray[Any]]  # what the network has beside theta
+    theta: NDArray[Any] | None  # [parameters]; None where there is no server
+    theta_lc: NDArray[Any] | None  # [devices, parameters]; None without personal models
+    trained: NDArray[np.bool_]  # [devices]
+    active_rounds: NDArray[np.int64]  # [devices]
+    scaling: Scaling | None
+
+
+def learn(
+    config: Config,
+    model: str | MakeModel,
+    x: NDArray[Any],
+    y: NDArray[np.int64],
+    owner: NDArray[np.int64],
+    names: tuple[str, ...],
+) -> Learnt:
+    """Simulate all rounds; nothing is written and no sample is held back."""
+    scaling = fit_scaling(x, np.arange(len(x))) if config.data.normalise != "none" else None
+    pieces = [_inputs(x[i : i + ROWS_AT_ONCE], scaling).float() for i in range(0, len(x), ROWS_AT_ONCE)]
+    source = array_source(torch.cat(pieces).numpy(), y, owner)._replace(names=names)
+    federation = federate(source, Shares(test=0.0), normalise=False, seed=config.run.seed)
+    model = choose_model(model, federation.shape, "") if isinstance(model, str) else model
+    with _own_randomness():
+        torch.manual_seed(int(stream(config.run.seed, "init").integers(2**63)))
+        module = _module(model, config.model.hidden, federation.shape, federation.classes)
+        setup = prepare(federation, module, config.algorithm, config.work, config.run)
+    if setup.store == "disk":
+        setup = setup._replace(store="host")
+    state = _last(setup)
+    method = setup.method_after(state.round)
+    theta_lc = None
+    if method.parts.personal:
+        theta_lc = np.stack([state.device(i).theta_lc.cpu().numpy() for i in range(len(names))])
+    return Learnt(
+        algorithm=config.algorithm.name,
+        parts=method.parts,
+        numbers=setup.numbers,
+        model=model,
+        hidden=config.model.hidden,
+        shape=federation.shape,
+        classes=federation.classes,
+        fixed={name: t.numpy() for name, t in module.state_dict().items() if name not in method.network.shapes},
+        theta=None if method.parts.alone else state.server.theta.cpu().numpy(),
+        theta_lc=theta_lc,
+        trained=_have_trained(state),
+        active_rounds=state.active_rounds,
+        scaling=scaling,
+    )
+
+
+@torch.no_grad()
+def probabilities(learnt: Learnt, x: NDArray[Any], owner: NDArray[np.int64]) -> NDArray[np.float64]:
+    """What the personal model of every sample's device says of it; the global model where that is -1."""
+    method = _method(learnt)
+    answers = np.empty((len(x), learnt.classes))
+    for first in range(0, len(x), ROWS_AT_ONCE):
+        some = slice(first, first + ROWS_AT_ONCE)
+        inputs = _inputs(x[some].reshape(-1, *learnt.shape), learnt.scaling)
+        answers[some] = _log_predictions(learnt, method, inputs, owner[some]).exp().numpy()
+    return answers
+
+
+def _log_predictions(learnt: Learnt, method: Method, x: Tensor, owner: NDArray[np.int64]) -> Tensor:
+    network = method.network
+    log_h = x.new_empty(len(x), network.classes)
+    if learnt.theta is not None:
+        log_h = network.log_probabilities(_tensor(learnt.theta), x)
+    own = np.flatnonzero(owner >= 0)
+    if learnt.theta_lc is None or not len(own):
+        return log_h
+    log_h_lc = torch.empty_like(log_h)
+    for i in np.unique(owner[own]):
+        rows = torch.from_numpy(np.flatnonzero(owner == i))
+        log_h_lc[rows] = network.log_probabilities(_tensor(learnt.theta_lc[i]), x[rows])
+    hyper = Hyper(*_tensor(learnt.numbers[:, owner[own]]))  # every sample a slot of its own
+    implementation, _ = find_algorithm(learnt.algorithm)
+    log_h[own] = implementation.predict(method, hyper, log_h[own][:, None], log_h_lc[own][:, None])[:, 0]
+    return log_h
+
+
+@contextmanager
+def _own_randomness() -> Iterator[None]:
+    """PyTorch's random numbers are left as they were; one thread at a time, for all threads draw from the same."""
+    with _RANDOMNESS, torch.random.fork_rng(devices=[]):
+        yield
+
+
+def _last(setup: Setup) -> State:
+    for state in simulate(setup):
+        last = state
+    return last
+
+
+def _have_trained(state: State) -> NDArray[np.bool_]:
+    """The devices that have been active, or in personal rounds all that hold samples which the algorithm uses."""
+    setup = state.setup
+    usable = setup.sizes.labelled + setup.method.parts.unlabelled * setup.sizes.unlabelled
+    return (state.active_rounds > 0) | (setup.personal_rounds > 0) & (usable > 0)
+
+
+def _method(learnt: Learnt) -> Method:
+    """The method as far as predictions need it; in float64, so that who else is asked about changes no answer."""
+    with _own_randomness():
+        module = _module(learnt.model, learnt.hidden, learnt.shape, learnt.classes)
+        fixed = {name: torch.from_numpy(np.asarray(t)) for name, t in learnt.fixed.items()}
+        module.load_state_dict(fixed, strict=False)
+        network = Network(module, torch.zeros(1, *learnt.shape, dtype=torch.float64), learnt.classes)
+    return Method(network, learnt.parts, Costs(), "closed_form", "mean_steps")
+
+
+def _module(model: str | MakeModel, hidden: list[int], shape: tuple[int, ...], classes: int) -> nn.Module:
+    if isinstance(model, str):
+        return make_model(model, hidden, shape, classes)
+    if isinstance(model, nn.Module):
+        raise InputError("model: is a network already made; give a function of (input shape, classes) that makes it")
+    module = model(shape, classes)
+    if not isinstance(module, nn.Module):
+        raise InputError(f"model: gave a {type(module).__name__} where an nn.Module is needed")
+    return module
+
+
+def _inputs(x: NDArray[Any], scaling: Scaling | None) -> Tensor:
+    """Samples as a network is given them."""
+    given = _tensor(x)
+    return given if scaling is None else normalise(given, *map(_tensor, scaling))
+
+
+def _tensor(array: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(np.array(array, np.float64))
