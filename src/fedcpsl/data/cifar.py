@@ -63,19 +63,25 @@ class _Call:
 
 def cifar10(folders: Sequence[Path], archive: Published = PUBLISHED["cifar10"]["archive"]) -> Batch:
     """The 50,000 training images, and their classes: from your folders, else the cache, else downloaded."""
-    found = next((paths for folder in folders if (paths := _batches(folder))), None)
-    if found:
-        missing = [path for path in found if not os.path.isfile(path)]
-        if missing:
-            raise InputError(f"{missing[0]}: no such file, though others of CIFAR-10 are there; unpack them all again")
-    else:
-        found = _batches(cache_folder())
-        if not found or not all(map(os.path.isfile, found)):
-            folder = download_folder("cifar10", folders, archive, BINARY, MEMBERS)
-            found = [folder / f"{name}.bin" for name in TRAINING]
-    batches = [read_binary_batch(path) if path.suffix == ".bin" else read_python_batch(path) for path in found]
+    paths = found_batches(folders)
+    if not paths:
+        folder = download_folder("cifar10", folders, archive, BINARY, MEMBERS)
+        paths = [folder / f"{name}.bin" for name in TRAINING]
+    batches = [read_binary_batch(path) if path.suffix == ".bin" else read_python_batch(path) for path in paths]
     images, labels = zip(*batches, strict=True)
     return np.concatenate(images), np.concatenate(labels)
+
+
+def found_batches(folders: Sequence[Path]) -> list[Path]:
+    """The training batches that lie in your folders or in the cache already; none where they are to be downloaded."""
+    own = next((paths for folder in folders if (paths := _batches(folder))), None)
+    if own:
+        missing = [path for path in own if not os.path.isfile(path)]
+        if missing:
+            raise InputError(f"{missing[0]}: no such file, though others of CIFAR-10 are there; unpack them all again")
+        return own
+    kept = _batches(cache_folder())
+    return kept if all(map(os.path.isfile, kept)) else []
 
 
 def _batches(folder: Path) -> list[Path]:

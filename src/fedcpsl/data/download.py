@@ -64,20 +64,26 @@ def locate(dataset: str, folders: Sequence[Path], file: Published) -> Path:
 
     A file of yours is taken as it is: its reader checks it. Only what was checked gets into the cache.
     """
-    names = (file.name, file.name.removesuffix(".gz"))
-    for folder in folders:
-        for path in (folder / sub / name for sub in (dataset, "") for name in names):
-            if os.path.isfile(path) and not (path.parent == folder and _belongs_elsewhere(path, dataset)):
-                return path
+    there = found(dataset, folders, file)
+    if there:
+        return there
     home = cache_folder() / dataset
-    for path in (home / name for name in names):
-        if os.path.isfile(path):
-            return path
     url = address(dataset, file)
     with _workplace(home, url) as place:
         _download(url, file, place / file.name, f"download it by hand into {_hand(dataset, folders)}")
         (place / file.name).replace(home / file.name)
     return home / file.name
+
+
+def found(dataset: str, folders: Sequence[Path], file: Published) -> Path | None:
+    """Where the file lies already."""
+    names = (file.name, file.name.removesuffix(".gz"))
+    for folder in folders:
+        for path in (folder / sub / name for sub in (dataset, "") for name in names):
+            if os.path.isfile(path) and not (path.parent == folder and _belongs_elsewhere(path, dataset)):
+                return path
+    kept = (cache_folder() / dataset / name for name in names)
+    return next((path for path in kept if os.path.isfile(path)), None)
 
 
 def download_folder(dataset: str, folders: Sequence[Path], file: Published, name: str, members: Sequence[str]) -> Path:

@@ -25,6 +25,7 @@ class Source(NamedTuple):
     names: tuple[str, ...] = ()  # of the devices
     test: NDArray[np.bool_] | None = None
     scaling: Scaling | None = None  # published with the data; None: to be computed from the training samples
+    features: tuple[str, ...] = ()  # names of a table's columns; none where inputs have no names
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Federation:
     names: tuple[str, ...]  # of the devices
     scaling: Scaling | None = None
     class_names: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()  # names of a table's columns
 
     @staticmethod
     def from_arrays(
@@ -185,6 +187,7 @@ def with_roles(
         source.names,
         scaling if normalise else None,
         source.class_names,
+        source.features,
     )
     federation.check()
     return federation

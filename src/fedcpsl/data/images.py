@@ -20,7 +20,7 @@ def read_image_folder(folder: Path) -> Source:
     classes = sorted({label for _, label, _ in found if label not in UNLABELLED_FOLDERS})
     if not classes:
         raise InputError(f"{folder}: no image has a label; put some into {folder}/DEVICE/LABEL/")
-    images = _read([path for _, _, path in found])
+    images = read_images([path for _, _, path in found])
     number = {name: i for i, name in enumerate(classes)}
     place = {name: i for i, name in enumerate(devices)}
     return Source(
@@ -49,7 +49,8 @@ def _find(folder: Path) -> list[tuple[str, str, Path]]:
     return found
 
 
-def _read(paths: list[Path]) -> NDArray[np.uint8]:
+def read_images(paths: list[Path]) -> NDArray[np.uint8]:
+    """Images of one size as bytes [samples, 1 or 3, height, width]."""
     pixels = [_pixels(path) for path in track(paths, "reading images")]
     shape = pixels[0].shape[:2]
     for path, image in zip(paths, pixels, strict=True):

@@ -61,10 +61,9 @@ def har(folders: Sequence[Path]) -> Source:
 
     Windows overlap, so each person's last recording is the test set and no window is cut in two.
     """
-    names = [folder / sub / "har_windows.npz" for folder in folders for sub in ("har", "")]
-    path = next((name for name in names if name.is_file()), None)
+    path = found_har(folders)
     if path is None:
-        where = names[0] if names else "FOLDER/har/har_windows.npz"
+        where = folders[0] / "har" / "har_windows.npz" if folders else "FOLDER/har/har_windows.npz"
         raise InputError(f"{where}: no such file; put it there and name the outer folder with --data-dir FOLDER")
     arrays = read_archive(path)
     missing = [name for name in ("x", "y", "user", "exp", "scale", "classes") if name not in arrays]
@@ -84,6 +83,26 @@ def har(folders: Sequence[Path]) -> Source:
         tuple(f"person {person}" for person in people),
         test=recording == last[owner],
     )
+
+
+def found_har(folders: Sequence[Path]) -> Path | None:
+    """Where the file of `har` lies."""
+    names = (folder / sub / "har_windows.npz" for folder in folders for sub in ("har", ""))
+    return next((name for name in names if name.is_file()), None)
+
+
+def whereabouts(dataset: str, folders: Sequence[Path]) -> Path | None:
+    """Where a data set lies on this machine; None where it is to be downloaded, or put there by hand."""
+    from fedcpsl.data.cifar import found_batches
+    from fedcpsl.data.download import PUBLISHED, found
+
+    if dataset == "har":
+        return found_har(folders)
+    if dataset == "cifar10":
+        batches = found_batches(folders)
+        return batches[0].parent if batches else None
+    paths = [found(dataset, folders, file) for file in PUBLISHED[dataset].values()]
+    return paths[0].parent if all(paths) and paths[0] else None
 
 
 def read_idx(path: Path) -> NDArray[Any]:

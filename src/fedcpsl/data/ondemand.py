@@ -36,6 +36,7 @@ class OnDemand:
     names: tuple[str, ...]
     class_names: tuple[str, ...] = ()
     scaling: Scaling | None = None  # a function normalises its inputs itself
+    features: tuple[str, ...] = ()  # its inputs have no names
 
     @property
     def devices(self) -> int:

@@ -2,7 +2,8 @@
 
 import csv
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcpsl.data.federation import Source
+from fedcpsl.data.texts import coded, in_order, merged
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.progress import track
 
@@ -27,12 +29,62 @@ class Columns(NamedTuple):
 
 def read_table(path: Path, columns: Columns) -> Source:
     """A CSV or Parquet file, read piece by piece."""
+    with _readable(path):
+        return _source(*_open(path, columns), columns)
+
+
+def column_names(path: Path) -> list[str]:
+    """All columns of a file, in its order."""
+    with _readable(path):
+        return _names(_parquet_names(path)) if _is_parquet(path) else _header(path)
+
+
+class Rows(NamedTuple):
+    """Rows for a model that is trained already."""
+
+    x: NDArray[np.float32]  # [rows, features], in the order of training
+    label: list[str] | None  # "" where a row has none; None without a label column
+
+
+def read_rows(path: Path, features: Sequence[str], columns: Columns) -> Rows:
+    """A file with the features of training, in any order; of `columns`, the label is read and the others left out."""
+    names = column_names(path)
+    with _readable(path):
+        _check_features(names, features, columns)
+        there = Columns(*(name if name in names else "" for name in columns))
+        x, labels, rows = [], list[Any](), 0
+        for batch in _open(path, there)[1]:
+            x.append(_features(batch, list(features), rows))
+            if there.label:
+                labels.append(coded(batch.column(there.label)))
+            rows += batch.num_rows
+        if rows == 0:
+            raise InputError("the table is empty: it has no rows")
+        if not there.label:
+            return Rows(_joined(x), None)
+        codes, texts = merged(labels)
+        return Rows(_joined(x), [texts[code] if code >= 0 else "" for code in codes.tolist()])
+
+
+def _check_features(names: list[str], features: Sequence[str], columns: Columns) -> None:
+    missing = [name for name in features if name not in names]
+    unknown = [name for name in names if name not in features and name not in columns]
+    if missing:
+        near = f"; {did_you_mean(missing[0], unknown)}" if unknown else ""
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise InputError(f"has no column {missing[0]!r}{more}, which the model was trained on{near}")
+    if unknown:
+        raise InputError(f"has the column {unknown[0]!r}, which the model was not trained on; leave it out")
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Errors with the file's name."""
     if not path.is_file():
         raise InputError(f"{path}: no such file")
     arrow = _arrow(str(path))
     try:
-        opened = _open_parquet(path) if path.suffix.lower() == ".parquet" else _open_csv(path, columns)
-        return _source(*opened, columns)
+        yield
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     except (arrow.ArrowException, OSError, UnicodeDecodeError, csv.Error) as error:
@@ -72,6 +124,21 @@ def _arrow(what: str) -> Any:
     except ImportError:
         raise InputError(f"{what}: reading tables needs pyarrow; pip install 'fedcpsl[tables]'") from None
     return pyarrow
+
+
+def _open(path: Path, columns: Columns) -> tuple[list[str], Iterable[Any]]:
+    return _open_parquet(path) if _is_parquet(path) else _open_csv(path, columns)
+
+
+def _is_parquet(path: Path) -> bool:
+    return path.suffix.lower() == ".parquet"
+
+
+def _parquet_names(path: Path) -> list[str]:
+    from pyarrow.parquet import read_schema
+
+    names: list[str] = read_schema(path).names
+    return names
 
 
 def _open_parquet(path: Path) -> tuple[list[str], Iterable[Any]]:
@@ -127,21 +194,21 @@ def _source(names: list[str], batches: Iterable[Any], columns: Columns) -> Sourc
     for batch in track(batches, "reading rows"):
         x.append(_features(batch, features, rows))
         for name, parts in texts.items():
-            parts.append(_coded(batch.column(name)))
+            parts.append(coded(batch.column(name)))
         rows += batch.num_rows
     if rows == 0:
         raise InputError("the table is empty: it has no rows")
-    y, class_names = _labels(*_merge(texts[columns.label]), columns.label)
-    source = Source(_joined(x), y, class_names)
+    y, class_names = _labels(*merged(texts[columns.label]), columns.label)
+    source = Source(_joined(x), y, class_names, features=tuple(features))
     if columns.device:
-        codes, found = _merge(texts[columns.device])
+        codes, found = merged(texts[columns.device])
         if (codes < 0).any():
             row = int(np.flatnonzero(codes < 0)[0])
             raise InputError(f"column {columns.device!r} is empty in row {row + 1}: name the device of every row")
-        names_in_order, place = _in_order(found)
+        names_in_order, place = in_order(found)
         source = source._replace(device=place[codes], names=tuple(names_in_order))
     if columns.test:
-        source = source._replace(test=_truth(*_merge(texts[columns.test]), columns.test))
+        source = source._replace(test=_truth(*merged(texts[columns.test]), columns.test))
         assert source.test is not None
         if (source.test & (y < 0)).any():
             row = int(np.flatnonzero(source.test & (y < 0))[0])
@@ -192,58 +259,12 @@ def _joined(parts: list[NDArray[np.float32]]) -> NDArray[np.float32]:
     return joined
 
 
-def _coded(column: Any) -> tuple[NDArray[np.int64], list[str]]:
-    """A column as numbers of its distinct texts, -1 where empty."""
-    import pyarrow as pa
-
-    kind = column.type
-    if pa.types.is_dictionary(kind):
-        column = pa.DictionaryArray.from_arrays(column.indices, column.dictionary.cast(pa.string())).dictionary_decode()
-    if pa.types.is_floating(column.type):  # what pandas makes of whole numbers with holes
-        column = pa.array(column.to_numpy(zero_copy_only=False), from_pandas=True)  # NaN is a hole too
-        column = column.cast(pa.int64()) if _is_whole(column) else column
-    if pa.types.is_boolean(column.type):
-        column = column.cast(pa.int8())
-    encoded = column.cast(pa.string()).dictionary_encode()
-    codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
-    texts = [text.strip() for text in encoded.dictionary.to_pylist()]
-    empty = [i for i, text in enumerate(texts) if text == ""]
-    codes[np.isin(codes, empty)] = -1
-    return codes, texts
-
-
-def _is_whole(column: Any) -> bool:
-    values = column.drop_null().to_numpy(zero_copy_only=False)
-    return bool((np.floor(values) == values).all())
-
-
-def _merge(parts: list[tuple[NDArray[np.int64], list[str]]]) -> tuple[NDArray[np.int64], list[str]]:
-    """Codes of pieces of a column as codes of the whole column."""
-    known: dict[str, int] = {}
-    merged = []
-    for codes, texts in parts:
-        table = np.array([known.setdefault(text, len(known)) for text in texts] + [-1], np.int64)
-        merged.append(table[codes])  # -1 finds the last entry
-    return np.concatenate(merged), list(known)
-
-
-def _in_order(texts: list[str]) -> tuple[list[str], NDArray[np.int64]]:
-    """Texts in order (whole numbers by value), and each one's place there."""
-    try:
-        order = sorted(range(len(texts)), key=lambda i: int(texts[i]))
-    except ValueError:
-        order = sorted(range(len(texts)), key=lambda i: texts[i])
-    place = np.empty(len(texts), np.int64)
-    place[order] = np.arange(len(texts))
-    return [texts[i] for i in order], place
-
-
 def _labels(codes: NDArray[np.int64], texts: list[str], column: str) -> tuple[NDArray[np.int64], tuple[str, ...]]:
     """Class numbers and names; empty is unlabelled, and so is -1."""
     used = [text for i, text in enumerate(texts) if text not in ("", "-1") and (codes == i).any()]
     if not used:
         raise InputError(f"column {column!r} has no label in any row: give some labels")
-    class_names, place = _in_order(used)
+    class_names, place = in_order(used)
     number = dict(zip(used, place.tolist(), strict=True))
     table = np.array([number.get(text, -1) for text in texts] + [-1], np.int64)
     return table[codes], tuple(class_names)

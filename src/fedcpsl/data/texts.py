@@ -1,0 +1,52 @@
+"""Columns of text as numbers: labels, and who holds a row."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def coded(column: Any) -> tuple[NDArray[np.int64], list[str]]:
+    """A column as numbers of its distinct texts, -1 where empty."""
+    import pyarrow as pa
+
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        column = pa.DictionaryArray.from_arrays(column.indices, column.dictionary.cast(pa.string())).dictionary_decode()
+    if pa.types.is_floating(column.type):  # what pandas makes of whole numbers with holes
+        column = pa.array(column.to_numpy(zero_copy_only=False), from_pandas=True)  # NaN is a hole too
+        column = column.cast(pa.int64()) if _is_whole(column) else column
+    if pa.types.is_boolean(column.type):
+        column = column.cast(pa.int8())
+    encoded = column.cast(pa.string()).dictionary_encode()
+    codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+    texts = [text.strip() for text in encoded.dictionary.to_pylist()]
+    empty = [i for i, text in enumerate(texts) if text == ""]
+    codes[np.isin(codes, empty)] = -1
+    return codes, texts
+
+
+def _is_whole(column: Any) -> bool:
+    values = column.drop_null().to_numpy(zero_copy_only=False)
+    return bool((np.floor(values) == values).all())
+
+
+def merged(parts: list[tuple[NDArray[np.int64], list[str]]]) -> tuple[NDArray[np.int64], list[str]]:
+    """Codes of pieces of a column as codes of the whole column."""
+    known: dict[str, int] = {}
+    whole = []
+    for codes, texts in parts:
+        table = np.array([known.setdefault(text, len(known)) for text in texts] + [-1], np.int64)
+        whole.append(table[codes])  # -1 finds the last entry
+    return np.concatenate(whole), list(known)
+
+
+def in_order(texts: list[str]) -> tuple[list[str], NDArray[np.int64]]:
+    """Texts in order (whole numbers by value), and each one's place there."""
+    try:
+        order = sorted(range(len(texts)), key=lambda i: int(texts[i]))
+    except ValueError:
+        order = sorted(range(len(texts)), key=lambda i: texts[i])
+    place = np.empty(len(texts), np.int64)
+    place[order] = np.arange(len(texts))
+    return [texts[i] for i in order], place

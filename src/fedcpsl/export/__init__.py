@@ -1,0 +1,1 @@
+"""Models out of a run: one device's personal model as a file, its predictions, and a model for a new device."""

@@ -1,0 +1,149 @@
+"""A personal model for a device that was not in training: a joiner's personal rounds, the global model fixed."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from fedcpsl.algorithms import find_algorithm
+from fedcpsl.config import Config, Data, to_toml
+from fedcpsl.data.federation import Federation, Source, federate
+from fedcpsl.data.roles import TEST, Shares
+from fedcpsl.data.sources import load_source
+from fedcpsl.data.tables import TABLE_FILES, column_names
+from fedcpsl.errors import InputError
+from fedcpsl.evaluation import Evaluation, evaluate
+from fedcpsl.export.chosen import Kept, on_this_machine, one_device
+from fedcpsl.export.graph import with_tensors
+from fedcpsl.runs.files import to_json, write_whole
+from fedcpsl.runs.final import device_table, save_models
+from fedcpsl.runs.manifest import make_manifest
+from fedcpsl.simulation import Setup, State, prepare, simulate
+
+
+class Adapted(NamedTuple):
+    """A new device's model, and how good it is on what was held out."""
+
+    config: Config
+    federation: Federation
+    state: State
+    evaluation: Evaluation
+
+    @property
+    def held_out(self) -> int:
+        return int(self.federation.counts[0, TEST])
+
+    @property
+    def general(self) -> float:
+        return self.evaluation.general.mean if self.evaluation.general else float("nan")
+
+    @property
+    def personal(self) -> float:
+        return self.evaluation.personal.mean
+
+
+def rounds_of_a_device(kept: Kept) -> int:
+    """How many rounds a device of the run has trained for, on average."""
+    work = kept.config.work
+    active = work.active if isinstance(work.active, int) else kept.devices
+    return max(1, round(work.rounds * active / kept.devices)) + work.personal_rounds
+
+
+def adapt(kept: Kept, data: Data, name: str, rounds: int) -> Adapted:
+    """Train theta_lc from the run's theta against h(theta) on the device's own samples, labelled once at theta."""
+    algorithm = kept.config.algorithm
+    if find_algorithm(algorithm.name)[1].alone:
+        raise InputError(f"{kept.folder}: {algorithm.name} has no global model that a new device could start from")
+    data = _with_columns(data, kept.config.data)
+    federation = _federation(kept, data, name)
+    beta = float(np.mean(algorithm.beta))
+    config = replace(
+        kept.config,
+        data=replace(data, devices=1, normalise="standard" if kept.scaling else "none"),
+        algorithm=replace(algorithm, personal=True, beta=beta),
+        work=replace(one_device(kept.config.work), rounds=1, personal_rounds=rounds, two_phase=False),
+        run=on_this_machine(kept.config.run),
+    )
+    model = with_tensors(kept.model, kept.under("global/"))
+    setup = _personal_rounds_alone(prepare(federation, model, config.algorithm, config.work, config.run), rounds)
+    *_, last = simulate(setup)
+    return Adapted(config, federation, last, evaluate(last))
+
+
+def _personal_rounds_alone(setup: Setup, rounds: int) -> Setup:
+    """No round with the server; before the first of its own, the device labels its samples, as in two phases."""
+    return setup._replace(rounds=0, personal_rounds=rounds, two_phase=True)
+
+
+def _with_columns(data: Data, of_run: Data) -> Data:
+    """The device's file with the run's columns, where it has them: it may or may not say whose its rows are."""
+    path = Path(data.file)
+    there = column_names(path) if path.suffix.lower() in TABLE_FILES else []
+    columns = {name: getattr(of_run, name) for name in ("device_column", "test_column")}
+    return replace(data, **{name: column for name, column in columns.items() if column in there})
+
+
+def _federation(kept: Kept, data: Data, name: str) -> Federation:
+    """The device's samples, with the run's classes and normalisation."""
+    path = Path(data.file)
+    source = _fitted(load_source(replace(data, partition="iid")), kept, path)
+    source = source._replace(device=np.zeros(len(source.y), np.int64), names=(name,))
+    try:
+        return federate(source, Shares(test=data.test), normalise=kept.scaling is not None, seed=kept.config.run.seed)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def _fitted(source: Source, kept: Kept, path: Path) -> Source:
+    """The samples as the run's were: its columns in its order, its classes by name, its scaling."""
+    x, names = source.x, source.class_names
+    if kept.features and source.features:
+        if sorted(source.features) != sorted(kept.features):
+            odd = next(iter(sorted({*source.features} ^ {*kept.features})))
+            what = "is not a feature of the run" if odd in source.features else "is missing, a feature of the run"
+            raise InputError(f"{path}: column {odd!r} {what}; give the columns that the run was trained on")
+        x = x[:, [source.features.index(name) for name in kept.features]]
+    if x.ndim == 4 and x.shape[1] == 1 and kept.shape[:1] == (3,):  # grey images among coloured ones
+        x = np.repeat(x, 3, 1)
+    if x.shape[1:] != kept.shape:
+        raise InputError(f"{path}: an input has shape {list(x.shape[1:])} where the run's is {list(kept.shape)}")
+    if path.suffix == ".npz":  # its classes are numbers
+        names = kept.classes[: len(names)] + names[len(kept.classes) :]
+    place = {name: i for i, name in enumerate(kept.classes)}
+    unknown = [name for i, name in enumerate(names) if name not in place and (source.y == i).any()]
+    if unknown:
+        raise InputError(f"{path}: the run has no class {unknown[0]!r}; it has {', '.join(kept.classes)}")
+    into = np.array([*(place.get(name, -1) for name in names), -1])
+    return source._replace(
+        x=x, y=into[source.y], class_names=kept.classes, scaling=kept.scaling, features=kept.features
+    )
+
+
+def write_adapted(adapted: Adapted, kept: Kept, folder: Path) -> None:
+    """A folder like a run's, which is there whole or not at all."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    _clear(partial)
+    try:
+        partial.mkdir(parents=True)
+        manifest = make_manifest(adapted.state.setup, adapted.federation, [folder.name])
+        manifest["adapted_from"] = {"run": kept.folder.name, "split_sha256": kept.digest}
+        metrics = adapted.evaluation.metrics(adapted.state) | {"gaps": None, "seconds": 0.0}
+        write_whole(partial / "manifest.json", to_json(manifest, indent=2) + "\n")
+        write_whole(partial / "config.toml", to_toml(adapted.config))
+        write_whole(partial / "metrics.jsonl", to_json(metrics) + "\n")
+        save_models(partial, adapted.state, adapted.federation.scaling)
+        write_whole(partial / "devices.csv", device_table(adapted.state, adapted.evaluation))
+        partial.replace(folder)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written: {error.strerror}; give another --out") from error
+    finally:
+        _clear(partial)
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a broken attempt has left."""
+    for path in folder.glob("*"):
+        path.unlink()
+    if folder.exists():
+        folder.rmdir()

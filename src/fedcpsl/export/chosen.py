@@ -1,0 +1,223 @@
+"""One device's model, or the global one, from a run's folder."""
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedcpsl.algorithm import map_tensors
+from fedcpsl.algorithms import find_algorithm
+from fedcpsl.config import Config
+from fedcpsl.data.federation import Federation
+from fedcpsl.data.roles import LABELLED
+from fedcpsl.data.scaling import Scaling
+from fedcpsl.data.sources import load_federation
+from fedcpsl.errors import InputError, RunError, did_you_mean
+from fedcpsl.export.about import GLOBAL, About, Predictor, shared_config
+from fedcpsl.export.graph import PersonalModel, with_tensors
+from fedcpsl.models import make_model
+from fedcpsl.runs.checkpoint import load_tensors
+from fedcpsl.runs.folder import is_finished, read_manifest, read_run_config
+from fedcpsl.schedule import stream
+from fedcpsl.settings import AUTO, Run, Work
+from fedcpsl.simulation import Setup, prepare
+from fedcpsl.simulation.shelf import normalise
+
+ROWS_AT_ONCE = 4096
+LISTED = 30  # names in an error
+
+
+class Kept(NamedTuple):
+    """What a run has kept."""
+
+    folder: Path
+    config: Config
+    tensors: dict[str, Tensor]
+    classes: tuple[str, ...]
+    shape: tuple[int, ...]  # of one input
+    features: tuple[str, ...]
+    scaling: Scaling | None
+    digest: str  # of the data
+    devices: int  # in the run
+
+    @property
+    def model(self) -> nn.Module:
+        """The network as it was made, with whatever in it is not trained."""
+        model = self.config.model
+        torch.manual_seed(int(stream(self.config.run.seed, "init").integers(2**63)))
+        made = make_model(model.name, model.hidden, self.shape, len(self.classes))
+        return with_tensors(made, self.under("fixed/"))
+
+    def under(self, prefix: str) -> dict[str, Tensor]:
+        """The tensors of one model, under the network's own names."""
+        return {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
+
+
+class Chosen(NamedTuple):
+    """A run's model of one device: what is exported, and the run's own answers."""
+
+    about: About
+    module: PersonalModel
+    predictor: Predictor
+
+
+def read_kept(folder: Path) -> Kept:
+    """A finished run's models with what they are for."""
+    if (folder / "comparison.json").is_file():
+        runs = sorted(folder.glob("*/*/config.toml"))
+        raise InputError(f"{folder}: holds many runs; give one of them, such as {runs[0].parent if runs else folder}")
+    config, manifest, path = read_run_config(folder), read_manifest(folder), folder / "models.safetensors"
+    if not path.is_file():
+        if not is_finished(folder):
+            raise InputError(f"{folder}: is not finished; go on with: fedcpsl run --resume {folder}")
+        raise InputError(
+            f'{folder}: has no models: it was run with run.keep = "{config.run.keep}"; '
+            "run it again with --set run.keep=models"
+        )
+    try:
+        tensors, numbers = load_tensors(path)
+    except RunError as error:
+        raise RunError(
+            f"{str(error).partition('; ')[0]}; run it again: fedcpsl run {folder / 'config.toml'}"
+        ) from error
+    scaling = None
+    if "input/shift" in tensors:
+        scaling = Scaling(tensors["input/shift"].numpy(), tensors["input/scale"].numpy())
+    digest = str(manifest["split_sha256"])
+    described = manifest if "class_names" in manifest else _described(config, digest, folder)
+    names = ("class_names", "input_shape", "features")
+    classes, shape, features = (tuple(described[name]) for name in names)
+    return Kept(folder, config, tensors, classes, shape, features, scaling, digest, numbers["devices"])
+
+
+def _described(config: Config, digest: str, folder: Path) -> dict[str, Any]:
+    """What earlier versions left out of the manifest, from the data."""
+    federation = load_federation(config.data, config.run.seed)
+    if federation.digest != digest:
+        raise InputError(f"{folder}: the data has changed since the run, so its classes are not known; run it again")
+    names = federation.class_names or tuple(map(str, range(federation.classes)))
+    return {"class_names": names, "input_shape": federation.shape, "features": federation.features}
+
+
+def choose(kept: Kept, device: str | None) -> Chosen:
+    """The model of a device, by name or number, or "global"; without a name, of the only device."""
+    alone = find_algorithm(kept.config.algorithm.name)[1].alone
+    number, name = (None, GLOBAL) if device == GLOBAL else find_device(kept, device)
+    if alone and number is None:
+        raise InputError(f"{kept.folder}: {kept.config.algorithm.name} has no global model; give --device NAME")
+    localized: dict[str, Tensor] = {}
+    if number is not None and "beta" in kept.tensors:
+        localized = kept.under(f"device{number}/localized/")
+        if not localized:
+            raise _never_active(kept, name)
+    general = {} if alone else kept.under("global/")
+    beta = float(kept.tensors["beta"][number]) if general and localized else None
+    about = About(
+        name,
+        number,
+        kept.classes,
+        kept.shape,
+        kept.features,
+        kept.scaling,
+        beta,
+        kept.config.algorithm.name,
+        shared_config(kept.config),
+        kept.digest,
+    )
+    model = kept.model
+    setup = stand_in(kept, model, beta)
+    thetas = [_theta(setup, named) if named else None for named in (general, localized)]
+    modules = [with_tensors(model, named) if named else None for named in (general, localized)]
+
+    def answer(x: NDArray[Any]) -> NDArray[np.float32]:
+        return _probabilities(setup, kept.scaling, thetas[0], thetas[1], x)
+
+    return Chosen(about, PersonalModel(modules[0], modules[1], beta, kept.scaling), Predictor(about, answer))
+
+
+def find_device(kept: Kept, device: str | None) -> tuple[int, str]:
+    """The number and name of a device: by name, or by its number where no name is a number."""
+    with (kept.folder / "devices.csv").open(newline="", encoding="utf-8") as file:
+        names = {row["name"]: int(row["device"]) for row in csv.DictReader(file)}
+    if device is None:
+        if len(names) > 1:
+            raise InputError(f"{kept.folder}: whose model? Give --device NAME, or --device {GLOBAL}")
+        device = next(iter(names))
+    if device in names:
+        return names[device], device
+    numbers = {str(number): name for name, number in names.items()}
+    if device in numbers and not any(name.isdigit() for name in names):
+        return int(device), numbers[device]
+    if len(names) < kept.devices and device.isdigit() and int(device) < kept.devices:
+        raise _never_active(kept, device)
+    known = (*names, GLOBAL) if len(names) <= LISTED else (f"the names in {kept.folder / 'devices.csv'}", GLOBAL)
+    raise InputError(f"--device {device}: no such device in {kept.folder}; {did_you_mean(device, known)}")
+
+
+def _never_active(kept: Kept, device: str) -> InputError:
+    return InputError(
+        f"{kept.folder}: device {device} has never been active, so the run has no model of its own for it; "
+        f"give --device {GLOBAL}"
+    )
+
+
+def stand_in(kept: Kept, model: nn.Module, beta: float | None) -> Setup:
+    """The run's functions for one device that has no samples."""
+    nothing, nobody = np.zeros((2, *kept.shape), np.float32), np.zeros(2, np.int64)
+    federation = Federation(nothing, nobody, nobody, np.full(2, LABELLED, np.int8), len(kept.classes), ("-",))
+    algorithm = replace(kept.config.algorithm, beta=1.0 if beta is None else beta)
+    return prepare(federation, model, algorithm, one_device(kept.config.work), on_this_machine(kept.config.run))
+
+
+def one_device(work: Work) -> Work:
+    return replace(work, active=AUTO, joiners=0)
+
+
+def on_this_machine(run: Run) -> Run:
+    """A run's settings without what was chosen for the machine that it ran on."""
+    plain = Run()
+    return replace(
+        run,
+        executor="sequential",
+        slots=0,
+        processes=1,
+        store="accelerator",
+        device="cpu",
+        precision=plain.precision,
+        gaps=False,
+        evaluate_devices=plain.evaluate_devices,
+    )
+
+
+def _theta(setup: Setup, named: dict[str, Tensor]) -> Tensor:
+    network = setup.method.network
+    wrong = [name for name, shape in network.shapes.items() if name not in named or named[name].shape != shape]
+    if wrong or len(named) != len(network.shapes):
+        what = wrong[0] if wrong else next(name for name in named if name not in network.shapes)
+        raise InputError(f"the model is not the one that was trained: {what!r} differs; put the old model back")
+    return network.join([named[name] for name in network.shapes]).to(setup.shelf.dtype)
+
+
+@torch.no_grad()
+def _probabilities(
+    setup: Setup, scaling: Scaling | None, theta: Tensor | None, theta_lc: Tensor | None, x: NDArray[Any]
+) -> NDArray[np.float32]:
+    """What a device answers, by the run's own functions."""
+    method, hyper = setup.kept_method, map_tensors(lambda t: t[0], setup.hyper)
+    pieces = []
+    for some in torch.from_numpy(np.ascontiguousarray(x)).split(ROWS_AT_ONCE):
+        given = some.to(setup.shelf.dtype)
+        if scaling:
+            given = normalise(given, *(torch.from_numpy(np.asarray(t)).to(given) for t in scaling))
+        log_h, log_h_lc = (None if t is None else method.network.log_probabilities(t, given) for t in (theta, theta_lc))
+        either = log_h if log_h is not None else log_h_lc
+        assert either is not None
+        alone = theta is None or theta_lc is None
+        pieces.append(either if alone else setup.algorithm.predict(method, hyper, either, log_h_lc))
+    answers: NDArray[np.float32] = torch.cat(pieces).exp().to(torch.float32).numpy()
+    return answers

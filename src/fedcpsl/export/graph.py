@@ -1,0 +1,136 @@
+"""A device's personal model as one module, and that as a program that needs no fedcpsl."""
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from copy import deepcopy
+from io import StringIO
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedcpsl.data.scaling import Scaling
+from fedcpsl.errors import InputError
+
+EXTRA = "needs onnx, onnxscript and onnxruntime; pip install 'fedcpsl[onnx]'"
+OPSET = 18  # what PyTorch exports natively; runtimes know it since 2023
+EXAMPLES = 3  # any number but 0 and 1, which programs may treat as special
+
+
+class PersonalModel(nn.Module):
+    """beta h(theta_lc; x) + (1 - beta) h(theta; x) of raw samples, x = (samples - shift) / scale; or one h alone."""
+
+    beta: Tensor
+    shift: Tensor
+    scale: Tensor
+
+    def __init__(
+        self, general: nn.Module | None, localized: nn.Module | None, beta: float | None, scaling: Scaling | None
+    ) -> None:
+        super().__init__()
+        self.general, self.localized = general, localized
+        self.normalises, self.mixes = scaling is not None, general is not None and localized is not None
+        if self.mixes:
+            self.register_buffer("beta", torch.tensor(beta))
+        for name, numbers in scaling._asdict().items() if scaling else ():
+            self.register_buffer(name, torch.from_numpy(np.asarray(numbers, np.float32)))
+        self.float().eval().requires_grad_(False)
+
+    def forward(self, samples: Tensor) -> Tensor:
+        x = (samples - self.shift) / self.scale if self.normalises else samples
+        if self.mixes:
+            return self.beta * self._h(self.localized, x) + (1 - self.beta) * self._h(self.general, x)
+        return self._h(self.localized if self.general is None else self.general, x)
+
+    def _h(self, network: Any, x: Tensor) -> Tensor:
+        return torch.softmax(network(x), -1)
+
+
+def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of a module with other parameters and buffers, given by name; those not given stay."""
+    copy = deepcopy(module)
+    try:
+        unknown = copy.load_state_dict(dict(tensors), strict=False).unexpected_keys
+    except RuntimeError as error:
+        raise InputError(f"the model is not the one that was trained: {' '.join(str(error).split())}") from error
+    if unknown:
+        raise InputError(f"the model is not the one that was trained: it has no {unknown[0]!r}")
+    return copy
+
+
+def program_of(model: PersonalModel, shape: tuple[int, ...]) -> torch.export.ExportedProgram:
+    """The model as PyTorch's program, for any number of samples; it names no file of this machine."""
+    example = torch.zeros(EXAMPLES, *shape)
+    with _quietly():
+        try:
+            any_number = ({0: torch.export.Dim("samples")},)
+            program = torch.export.export(model, (example,), dynamic_shapes=any_number, strict=False)
+        except Exception as error:  # whatever another's module may do
+            raise InputError(
+                f"the model cannot be exported as a program: {_first_line(error)}; its forward must be plain PyTorch "
+                "for any number of samples (--format safetensors saves its weights as they are)"
+            ) from error
+    for node in program.graph.nodes:
+        node.meta = {name: value for name, value in node.meta.items() if name == "val"}
+    program._example_inputs = None  # they would be saved as a pickle
+    return program
+
+
+def onnx_of(program: torch.export.ExportedProgram) -> bytes:
+    """The program as an ONNX graph: `samples` in, `probabilities` out."""
+    with _quietly():
+        try:
+            import onnx  # noqa: F401
+            import onnxscript  # noqa: F401
+        except ImportError:
+            raise InputError(f"--format onnx: {EXTRA}") from None
+        try:
+            made = torch.onnx.export(
+                program,
+                dynamo=True,
+                verbose=False,
+                opset_version=OPSET,
+                input_names=["samples"],
+                output_names=["probabilities"],
+                external_data=False,
+            )
+        except Exception as error:
+            raise InputError(
+                f"the model cannot be written as ONNX: {_first_line(error)}; --format torch may do"
+            ) from error
+    assert made is not None
+    return _plain(made.model_proto)
+
+
+def _plain(model: Any) -> bytes:
+    """The graph without what only says where and how it was made."""
+    del model.metadata_props[:], model.graph.metadata_props[:], model.graph.value_info[:]
+    model.doc_string = ""
+    for part in (*model.graph.node, *model.graph.initializer, *model.graph.input, *model.graph.output):
+        del part.metadata_props[:]
+        part.doc_string = ""
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_param = "samples"
+    content: bytes = model.SerializeToString(deterministic=True)
+    return content
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """PyTorch's exporters speak of packages that nobody needs here, and print graphs; errors are raised as well."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()), torch.no_grad():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,110 @@
+"""New samples for a model that is trained: arrays, tables and images."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcpsl.data.archive import read_archive
+from fedcpsl.data.images import IMAGE_FILES, UNLABELLED_FOLDERS, read_images
+from fedcpsl.data.tables import TABLE_FILES, read_rows
+from fedcpsl.errors import InputError
+from fedcpsl.export.about import About
+
+UNKNOWN = -1
+KINDS = ".npy, .npz, .csv, .tsv, .parquet, an image or a folder of images"
+
+
+class NewSamples(NamedTuple):
+    """Samples as a model is given them, raw."""
+
+    x: NDArray[Any]  # [samples, *shape]
+    names: Sequence[int | str]  # numbers from 0, or the images' paths
+    y: NDArray[np.int64] | None = None  # -1 where unknown; as many as there are classes: one that the model lacks
+
+
+def read_samples(path: Path, about: About) -> NewSamples:
+    """Whatever the file is, checked against the model."""
+    suffix = path.suffix.lower()
+    if path.is_dir() or suffix in IMAGE_FILES:
+        samples = _images(path, about)
+    elif suffix in TABLE_FILES:
+        samples = _table(path, about)
+    elif suffix in (".npy", ".npz"):
+        samples = _arrays(path, about)
+    else:
+        raise InputError(f"{path}: give {KINDS}" if path.exists() else f"{path}: no such file")
+    if samples.x.shape[1:] != about.input_shape:
+        raise InputError(
+            f"{path}: an input has shape {list(samples.x.shape[1:])} where the model's is {list(about.input_shape)}"
+        )
+    if not len(samples.x):
+        raise InputError(f"{path}: has no samples")
+    if samples.x.dtype.kind not in "fiub" or not (np.abs(samples.x) <= np.finfo(np.float32).max).all():
+        raise InputError(f"{path}: has inputs that are no finite numbers, or too large for float32")
+    plain = samples.x.dtype in (np.uint8, np.float32, np.float64)
+    return samples if plain else samples._replace(x=samples.x.astype(np.float64))
+
+
+def accuracy(samples: NewSamples, answers: NDArray[np.float32]) -> tuple[int, int] | None:
+    """How many of the samples with a known class are right, and how many there are; None without any."""
+    if samples.y is None or not (samples.y != UNKNOWN).any():
+        return None
+    known = samples.y != UNKNOWN
+    return int((answers.argmax(1) == samples.y)[known].sum()), int(known.sum())
+
+
+def _arrays(path: Path, about: About) -> NewSamples:
+    if path.suffix.lower() == ".npy":
+        try:
+            x = np.load(path, allow_pickle=False)
+        except FileNotFoundError:
+            raise InputError(f"{path}: no such file") from None
+        except (OSError, ValueError, EOFError) as error:
+            raise InputError(f"{path}: not a readable .npy array; write it again with numpy.save") from error
+        return NewSamples(x, range(len(x) if x.ndim else 0))
+    arrays = read_archive(path)
+    if "x" not in arrays:
+        raise InputError(f"{path}: has no array 'x' (it has {', '.join(arrays) or 'none'}); add it")
+    x, y = arrays["x"], arrays.get("y")
+    if x.ndim == 0:
+        raise InputError(f"{path}: x has shape []: give one row per sample")
+    if y is not None:
+        if y.shape != (len(x),) or y.dtype.kind not in "iu":
+            raise InputError(f"{path}: y must be one class number for each of the {len(x)} samples, -1 where unknown")
+        y = np.where(y < 0, UNKNOWN, np.minimum(y.astype(np.int64), len(about.classes)))
+    return NewSamples(x, range(len(x)), y)
+
+
+def _table(path: Path, about: About) -> NewSamples:
+    if not about.features:
+        raise InputError(
+            f"{path}: the model was not trained on a table, so columns have no meaning to it; "
+            f"give an array [samples, {', '.join(map(str, about.input_shape))}] as .npy or .npz"
+        )
+    x, labels = read_rows(path, about.features, about.columns)
+    return NewSamples(x, range(len(x)), None if labels is None else _classes(labels, about))
+
+
+def _images(path: Path, about: About) -> NewSamples:
+    if len(about.input_shape) != 3 or about.input_shape[0] not in (1, 3):
+        raise InputError(f"{path}: the model takes inputs of shape {list(about.input_shape)}, which are no images")
+    found = sorted(each for each in path.rglob("*") if each.suffix.lower() in IMAGE_FILES) if path.is_dir() else [path]
+    if not found:
+        raise InputError(f"{path}: has no images ({', '.join(IMAGE_FILES)})")
+    x, channels = read_images(found), about.input_shape[0]
+    if x.shape[1] > channels:
+        raise InputError(f"{path}: has coloured images where the model's are grey; convert them")
+    x = x if x.shape[1] == channels else np.repeat(x, channels, 1)  # grey as colour, as in training
+    names = [str(each.relative_to(path)) if path.is_dir() else each.name for each in found]
+    folders = [each.parent.name for each in found]
+    labelled = all(folder in about.classes or folder in UNLABELLED_FOLDERS for folder in folders)
+    hidden = ["" if folder in UNLABELLED_FOLDERS else folder for folder in folders]
+    return NewSamples(x, names, _classes(hidden, about) if labelled and path.is_dir() else None)
+
+
+def _classes(labels: Sequence[str], about: About) -> NDArray[np.int64]:
+    place = {name: i for i, name in enumerate(about.classes)} | {"": UNKNOWN, "-1": UNKNOWN}
+    return np.array([place.get(label, len(about.classes)) for label in labels], np.int64)

@@ -1,0 +1,175 @@
+"""A personal model for a device that was not in training."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from fedcpsl.runs.checkpoint import load_tensors
+from tests.command import fedcpsl
+from tests.small_runs import answers_of, array_run, ask, table_run, write_table
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return table_run(tmp_path_factory.mktemp("table") / "run", work__rounds=6, algorithm__eta=0.02)
+
+
+def opposite(path, rows=80):
+    """A device whose cats are the others' dogs, which no global model can know."""
+    text = write_table(path, rows=rows, seed=5, phones=("dan",)).read_text()
+    path.write_text(text.replace("cat", "?").replace("dog", "cat").replace("?", "dog"))
+    return path
+
+
+def test_a_new_device_gains_and_its_folder_is_used_like_a_run(run, tmp_path, capsys):
+    opposite(tmp_path / "dan.csv")
+    done = fedcpsl("adapt", run, "--data", "dan.csv", "--name", "dan", "--rounds", "30", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["folder"] == "adapted/dan"
+    assert found["rounds"] == 30
+    assert found["gain"] == pytest.approx(found["personal"] - found["global"])
+    assert found["gain"] > 0.3
+    folder = tmp_path / "adapted" / "dan"
+    assert not list(tmp_path.glob("adapted/.*"))
+    said = ask(capsys, "predict", folder, tmp_path / "dan.csv")
+    assert said[0] == 0
+    assert "accuracy" in said[2]
+    assert ask(capsys, "export", folder, "--out", tmp_path / "dan.safetensors")[0] == 0
+    of_file = ask(capsys, "predict", tmp_path / "dan.safetensors", tmp_path / "dan.csv")
+    assert np.allclose(answers_of(said[1]), answers_of(of_file[1]), atol=1e-5)
+    assert ask(capsys, "show", folder)[0] == 0
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["adapted_from"]["run"] == "run"
+    assert manifest["class_names"] == ["cat", "dog"]
+
+
+def test_the_global_model_and_the_scaling_stay_as_they_are(run, tmp_path, capsys):
+    assert ask(capsys, "adapt", run, "--data", opposite(tmp_path / "dan.csv"), "--out", tmp_path / "new")[0] == 0
+    before, after = (load_tensors(folder / "models.safetensors")[0] for folder in (run, tmp_path / "new"))
+    kept = [name for name in before if name.startswith(("global/", "input/"))]
+    assert len(kept) == 6
+    assert all(torch.equal(before[name], after[name]) for name in kept)
+    localized = "device0/localized/1.weight"
+    assert not torch.equal(after[localized], after["global/1.weight"])
+
+
+def test_it_is_what_personal_rounds_of_a_joiner_are(run, tmp_path):
+    """One round, by the functions of the algorithm: theta_lc starts at theta, nu is labelled there, and is fixed."""
+    from fedcpsl.algorithm import map_tensors
+    from fedcpsl.export.adaptation import adapt
+    from fedcpsl.export.chosen import read_kept
+    from fedcpsl.problem import Samples
+    from fedcpsl.schedule import draw_tasks
+    from fedcpsl.settings import Data
+
+    table = opposite(tmp_path / "dan.csv", rows=30)
+    kept = read_kept(run)
+    adapted = adapt(kept, Data(dataset="own", file=str(table), label="kind", labelled=1.0), "dan", 1)
+    setup, shelf = adapted.state.setup, adapted.state.setup.shelf
+    method, hyper = setup.personal_method, map_tensors(lambda t: t[0], setup.hyper)
+    algorithm, network = setup.algorithm, method.network
+    theta = network.join([kept.tensors[f"global/{name}"] for name in network.shapes])
+    server = algorithm.init_server(setup.method)._replace(theta=theta)
+    broadcast = algorithm.broadcast(server)
+    device = algorithm.init_device(method, broadcast)
+    n, m = int(setup.sizes.labelled[0]), int(setup.sizes.unlabelled[0])
+    x, targets = shelf.x(slice(0, n + m)), shelf.one_hot.clone()
+    targets[n:] = algorithm.relabel(setup.method, hyper, broadcast, device, x[n:], targets[n:], m)
+    (task,) = draw_tasks(setup.seed, 0, [0], setup.sizes, setup.work, unlabelled=True, dropout=False)
+    local = algorithm.begin(method, hyper, broadcast, device)
+    for labelled, unlabelled in zip(task.labelled, task.unlabelled, strict=True):
+        rows = torch.from_numpy(np.concatenate([labelled, n + unlabelled]))
+        weigh = [torch.zeros(len(rows)) for _ in range(2)]
+        weigh[0][: len(labelled)], weigh[1][len(labelled) :] = 1 / len(labelled), 1 / len(unlabelled)
+        partner = network.log_probabilities(theta, x[rows])
+        samples = Samples(x[rows], targets[rows], *weigh, partner=partner)
+        local = algorithm.step(method, hyper, local, samples)
+    finished, _ = algorithm.finish(method, hyper, broadcast, device, local, torch.tensor(task.steps))
+    assert torch.allclose(adapted.state.devices.theta_lc[0], finished.theta_lc, atol=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "apfl", "fedshvr"])
+def test_any_algorithm_with_a_server_can_be_adapted(algorithm, tmp_path, capsys):
+    """Also one that has no personal models; and device and test columns may be missing."""
+    active = {"work__active": "auto"} if algorithm == "fedshvr" else {}
+    run = table_run(tmp_path / "run", algorithm__name=algorithm, work__rounds=1, **active)
+    table = opposite(tmp_path / "dan.csv")
+    rows = [line.split(",") for line in table.read_text().splitlines()]
+    table.write_text("\n".join(f"{k},{w},{h}" for h, w, _, k in rows) + "\n")
+    code, out, err = ask(capsys, "adapt", run, "--data", table, "--out", tmp_path / "new", "--rounds", "3")
+    assert (code, err) == (0, "")
+    assert "personal model" in out
+    assert ask(capsys, "predict", tmp_path / "new", table)[0] == 0
+
+
+def test_arrays_whose_classes_are_numbers(tmp_path, capsys):
+    x = np.random.default_rng(0).normal(size=(36, 4))
+    run = array_run(tmp_path / "run", x, algorithm__beta=[0.2, 0.4, 0.6])
+    np.savez(tmp_path / "new.npz", x=x, y=np.arange(36) % 2)
+    code, _, err = ask(capsys, "adapt", run, "--data", tmp_path / "new.npz", "--out", tmp_path / "new")
+    assert (code, err) == (0, "")
+    assert float(load_tensors(tmp_path / "new" / "models.safetensors")[0]["beta"]) == pytest.approx(0.4)
+    np.savez(tmp_path / "more.npz", x=x, y=np.arange(36) % 4)
+    code, _, err = ask(capsys, "adapt", run, "--data", tmp_path / "more.npz", "--out", tmp_path / "more")
+    assert code == 2
+    assert "the run has no class '3'" in err
+
+
+def test_what_cannot_be_adapted_is_said_in_one_line_and_leaves_nothing(run, tmp_path, capsys):
+    local = table_run(tmp_path / "local", algorithm__name="local", work__rounds=1)
+    metrics = table_run(tmp_path / "metrics", run__keep="metrics", work__rounds=1)
+    table = opposite(tmp_path / "dan.csv")
+    for name, text in (
+        ("cow.csv", "height,width,kind\n1,2,cow\n2,3,cat\n"),
+        ("wide.csv", "height,width,depth,kind\n1,2,3,cat\n"),
+        ("narrow.csv", "height,kind\n1,cat\n"),
+        ("bare.csv", "height,width\n1,2\n"),
+        ("blank.csv", "height,width,kind\n1,2,\n"),
+    ):
+        (tmp_path / name).write_text(text)
+    np.savez(tmp_path / "wide.npz", x=np.zeros((4, 3)), y=np.arange(4) % 2)
+    out = tmp_path / "out"
+    for arguments, words in (
+        ([local, "--data", table], "local has no global model"),
+        ([metrics, "--data", table], 'run.keep = "metrics"'),
+        ([run, "--data", tmp_path / "cow.csv"], "the run has no class 'cow'; it has cat, dog"),
+        ([run, "--data", tmp_path / "wide.csv"], "column 'depth' is not a feature of the run"),
+        ([run, "--data", tmp_path / "narrow.csv"], "column 'width' is missing"),
+        ([run, "--data", tmp_path / "bare.csv"], "has no column 'kind'"),
+        ([run, "--data", tmp_path / "blank.csv"], "has no label in any row"),
+        ([run, "--data", tmp_path / "wide.npz"], "an input has shape [3]"),
+        ([run, "--data", tmp_path / "absent.csv"], "no such file"),
+        ([run, "--data", table, "--rounds", "0"], "give at least 1"),
+        ([tmp_path, "--data", table], "not a run's folder"),
+    ):
+        code, printed, err = ask(capsys, "adapt", *arguments, "--out", out)
+        assert (code, printed, err.count("\n")) == (2, "", 1), err
+        assert words in err, err
+        assert not out.exists()
+    out.mkdir()
+    assert "exists already" in ask(capsys, "adapt", run, "--data", table, "--out", out)[2]
+
+
+def test_a_device_too_small_to_hold_anything_out(run, tmp_path, capsys):
+    (tmp_path / "tiny.csv").write_text("height,width,kind\n190,0.42,cat\n150,0.38,\n")
+    code, out, err = ask(capsys, "adapt", run, "--data", tmp_path / "tiny.csv", "--out", tmp_path / "new")
+    assert (code, err) == (0, "")
+    assert "what was gained is not known" in out
+
+
+def test_a_full_disk_leaves_nothing(run, tmp_path, capsys, monkeypatch):
+    from fedcpsl.errors import RunError
+    from fedcpsl.export import adaptation
+
+    def full(*_):
+        raise RunError("models.safetensors: cannot be written: No space left on device")
+
+    monkeypatch.setattr(adaptation, "save_models", full)
+    table = opposite(tmp_path / "dan.csv")
+    code, _, err = ask(capsys, "adapt", run, "--data", table, "--out", tmp_path / "new")
+    assert code == 1
+    assert "No space left" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["dan.csv"]

@@ -1,0 +1,193 @@
+"""Predictions from arrays, tables and images, by a run's model or an exported one."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.command import fedcpsl
+from tests.small_runs import answers_of, array_run, ask, make_run, table_run, write_table
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return table_run(tmp_path_factory.mktemp("table") / "run", work__rounds=20)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Dark cats and bright dogs, in colour, and a run on them."""
+    folder = tmp_path_factory.mktemp("photos")
+    rng = np.random.default_rng(0)
+    for device in ("ann", "bob"):
+        for label, base in (("cat", 40), ("dog", 180)):
+            (folder / "photos" / device / label).mkdir(parents=True)
+            for i in range(6):
+                pixels = (base + rng.integers(0, 40, (6, 6, 3))).astype(np.uint8)
+                Image.fromarray(pixels).save(folder / "photos" / device / label / f"{i}.png")
+    return make_run(folder / "run", data__file=str(folder / "photos"), model__name="logistic", work__rounds=10)
+
+
+def test_a_table_by_the_names_of_its_columns(run, tmp_path):
+    """As users call it: columns in any order, who holds a row left out, the label for the accuracy alone."""
+    table = write_table(tmp_path / "new.csv", rows=50, seed=1, unlabelled=0.2)
+    rows = [line.split(",") for line in table.read_text().splitlines()]
+    (tmp_path / "turned.csv").write_text("\n".join(f"{k},{w},{h}" for h, w, _, k in rows) + "\n")
+    asked = fedcpsl("predict", run, "--device", "ann", "turned.csv", cwd=tmp_path)
+    assert asked.returncode == 0, asked.stderr
+    lines = [line.split(",") for line in asked.stdout.splitlines()]
+    assert lines[0] == ["sample", "class", "cat", "dog"]
+    assert [line[0] for line in lines[1:]] == [str(i) for i in range(50)]
+    right = sum(row[3] == line[1] for row, line in zip(rows[1:], lines[1:], strict=True))
+    known = sum(row[3] != "" for row in rows[1:])
+    assert asked.stderr == f"accuracy {100 * right / known:.2f} % ({right} of {known} labelled samples)\n"
+    assert right > known / 2
+    assert np.allclose(answers_of(asked.stdout).sum(1), 1, atol=1e-5)
+
+
+def test_every_kind_of_table_and_array_says_the_same(run, tmp_path, capsys):
+    import pandas as pd
+
+    table = write_table(tmp_path / "new.csv", rows=20, seed=1)
+    frame = pd.read_csv(table)
+    frame.to_parquet(tmp_path / "new.parquet")
+    frame.to_csv(tmp_path / "new.tsv", sep="\t", index=False)
+    x = frame[["height", "width"]].to_numpy()
+    np.save(tmp_path / "new.npy", x.astype(">f8"))
+    np.savez(tmp_path / "new.npz", x=x, y=frame.kind.map({"cat": 0, "dog": 1}).fillna(-1).to_numpy(np.int64))
+    said = {}
+    for ending in ("csv", "tsv", "parquet", "npy", "npz"):
+        code, said[ending], err = ask(capsys, "predict", run, "--device", "ann", tmp_path / f"new.{ending}")
+        assert code == 0, err
+        assert ("accuracy" in err) == (ending != "npy")
+    assert len(set(said.values())) == 1
+
+
+def test_as_json_and_into_a_file(run, tmp_path, capsys):
+    table = write_table(tmp_path / "new.csv", rows=3, seed=1)
+    plain = ask(capsys, "predict", run, "--device", "bob", table)[1]
+    code, out, _ = ask(capsys, "predict", run, "--device", "bob", table, "--json", "--out", tmp_path / "said.jsonl")
+    assert (code, out) == (0, "")
+    said = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
+    assert [each["sample"] for each in said] == [0, 1, 2]
+    assert np.allclose([list(each["probabilities"].values()) for each in said], answers_of(plain), atol=1e-6)
+    assert all(each["class"] == max(each["probabilities"], key=each["probabilities"].get) for each in said)
+    code, _, err = ask(capsys, "predict", run, "--device", "bob", table, "--out", tmp_path / "said.jsonl")
+    assert code == 2
+    assert "exists already" in err
+
+
+def test_classes_that_the_model_does_not_know_count_as_wrong(run, tmp_path, capsys):
+    (tmp_path / "new.csv").write_text("height,width,kind\n190,0.42,cow\n190,0.42,cat\n190,0.42,\n")
+    _, out, err = ask(capsys, "predict", run, "--device", "ann", tmp_path / "new.csv")
+    assert [line.split(",")[1] for line in out.splitlines()[1:]] == ["cat"] * 3
+    assert err == "accuracy 50.00 % (1 of 2 labelled samples)\n"
+
+
+def test_images_one_or_a_folder_of_them(photos, tmp_path, capsys):
+    folder = photos.parent / "photos"
+    code, out, err = ask(capsys, "predict", photos, "--device", "ann", folder)
+    assert code == 0
+    lines = [line.split(",") for line in out.splitlines()]
+    assert [line[0] for line in lines[1:3]] == ["ann/cat/0.png", "ann/cat/1.png"]
+    assert err == "accuracy 100.00 % (24 of 24 labelled samples)\n"
+    code, out, err = ask(capsys, "predict", photos, "--device", "ann", folder / "bob" / "dog" / "3.png")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[1].startswith("3.png,dog,")
+    Image.fromarray(np.full((6, 6), 200, np.uint8)).save(tmp_path / "grey.png")
+    assert ",dog," in ask(capsys, "predict", photos, "--device", "ann", tmp_path / "grey.png")[1]
+    Image.fromarray(np.full((7, 6), 200, np.uint8)).save(tmp_path / "large.png")
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    (tmp_path / "empty").mkdir()
+    for name, words in (
+        ("large.png", "shape [3, 7, 6] where the model's is [3, 6, 6]"),
+        ("bad.png", "not a readable image"),
+        ("empty", "has no images"),
+    ):
+        code, out, err = ask(capsys, "predict", photos, "--device", "ann", tmp_path / name)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert words in err
+
+
+def test_grey_models_take_no_colours(tmp_path, capsys):
+    x = np.random.default_rng(0).integers(0, 255, (18, 1, 6, 6)).astype(np.uint8)
+    run = array_run(tmp_path / "run", x, model__name="logistic", work__rounds=1)
+    Image.fromarray(np.zeros((6, 6, 3), np.uint8)).save(tmp_path / "colour.png")
+    Image.fromarray(x[0, 0]).save(tmp_path / "grey.png")
+    code, _, err = ask(capsys, "predict", run, "--device", "0", tmp_path / "colour.png")
+    assert code == 2
+    assert "coloured images where the model's are grey" in err
+    np.save(tmp_path / "x.npy", x[:1])
+    said = [ask(capsys, "predict", run, "--device", "0", tmp_path / name)[1] for name in ("grey.png", "x.npy")]
+    assert np.array_equal(*map(answers_of, said))
+    (tmp_path / "t.csv").write_text("a,b\n1,2\n")
+    code, _, err = ask(capsys, "predict", run, "--device", "0", tmp_path / "t.csv")
+    assert code == 2
+    assert "not trained on a table" in err
+
+
+def test_what_is_wrong_with_an_input_is_said_in_one_line(run, tmp_path, capsys):
+    np.save(tmp_path / "wide.npy", np.zeros((2, 3)))
+    np.save(tmp_path / "nan.npy", np.full((2, 2), np.nan))
+    np.save(tmp_path / "none.npy", np.zeros((0, 2)))
+    np.save(tmp_path / "large.npy", np.full((1, 2), 1e39))
+    np.save(tmp_path / "text.npy", np.full((1, 2), "a"))
+    np.save(tmp_path / "objects.npy", np.array([{}], object), allow_pickle=True)
+    np.savez(tmp_path / "no_x.npz", z=np.zeros(2))
+    np.savez(tmp_path / "bad_y.npz", x=np.zeros((2, 2)), y=np.zeros(3))
+    Image.fromarray(np.zeros((6, 6), np.uint8)).save(tmp_path / "image.png")
+    for name, text in (
+        ("missing.csv", "height,kind\n1,cat\n"),
+        ("near.csv", "height,widht\n1,2\n"),
+        ("unknown.csv", "height,width,colour\n1,2,3\n"),
+        ("word.csv", "height,width\n1,broad\n"),
+        ("hole.csv", "height,width\n1,\n"),
+        ("rowless.csv", "height,width\n"),
+        ("twice.csv", "height,width,width\n1,2,3\n"),
+        ("notes.txt", ""),
+    ):
+        (tmp_path / name).write_text(text)
+    for name, words in (
+        ("wide.npy", "shape [3] where the model's is [2]"),
+        ("nan.npy", "no finite numbers"),
+        ("none.npy", "has no samples"),
+        ("large.npy", "too large for float32"),
+        ("text.npy", "no finite numbers"),
+        ("objects.npy", "not a readable .npy array"),
+        ("no_x.npz", "has no array 'x'"),
+        ("bad_y.npz", "one class number for each of the 2 samples"),
+        ("image.png", "no images"),
+        ("missing.csv", "has no column 'width', which the model was trained on"),
+        ("near.csv", "did you mean 'widht'?"),
+        ("unknown.csv", "has the column 'colour', which the model was not trained on"),
+        ("word.csv", "column 'width' has 'broad'"),
+        ("hole.csv", "column 'width' is empty in row 1"),
+        ("rowless.csv", "it has no rows"),
+        ("twice.csv", "stands there twice"),
+        ("notes.txt", "give .npy, .npz"),
+        ("absent.npy", "no such file"),
+    ):
+        code, out, err = ask(capsys, "predict", run, "--device", "ann", tmp_path / name)
+        assert (code, out, err.count("\n")) == (2, "", 1), (name, err)
+        assert words in err, err
+
+
+def test_what_is_wrong_with_a_model_is_said_in_one_line(run, tmp_path, capsys):
+    np.save(tmp_path / "x.npy", np.zeros((1, 2)))
+    assert ask(capsys, "export", run, "--device", "bob", "--out", tmp_path / "bob.safetensors")[0] == 0
+    (tmp_path / "model.bin").write_bytes(b"x")
+    (tmp_path / "empty").mkdir()
+    for arguments, words in (
+        (["absent.onnx"], "no such file or folder"),
+        (["model.bin"], "not a model"),
+        (["empty"], "has no job yet"),
+        (["empty", "--device", "bob"], "is no run's folder"),
+        (["bob.safetensors", "--device", "ann"], "is the model of device bob"),
+        ([str(run / "models.safetensors")], "its manifest cannot be read"),
+        ([str(run)], "whose model?"),
+    ):
+        model, *rest = arguments
+        code, out, err = ask(capsys, "predict", tmp_path / model, tmp_path / "x.npy", *rest)
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+        assert words in err, err
