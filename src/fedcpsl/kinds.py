@@ -17,8 +17,8 @@ def toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)
 
 
-def setting_of(default: Any, help: str, accepts: str, test: Callable[[Any], bool]) -> Any:
-    metadata = {"help": help, "accepts": accepts, "test": test}
+def setting_of(default: Any, help: str, accepts: str, test: Callable[[Any], bool], choices: Sequence[str] = ()) -> Any:
+    metadata = {"help": help, "accepts": accepts, "test": test, "choices": choices}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -68,7 +68,8 @@ def choice(default: Any, help: str, *choices: Any) -> Any:
     def test(value: Any) -> bool:
         return any(value == choice and type(value) is type(choice) for choice in choices)
 
-    return setting_of(default, help, "one of " + ", ".join(map(toml_value, choices)), test)
+    words = [choice if isinstance(choice, str) else toml_value(choice) for choice in choices]
+    return setting_of(default, help, "one of " + ", ".join(map(toml_value, choices)), test, words)
 
 
 def text(default: str, help: str) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+WIDE = 80  # columns from which on a bar has room for everything beside it
 T = TypeVar("T")
 
 
@@ -16,8 +17,10 @@ def track(items: Iterable[T], description: str, total: int | None = None) -> Ite
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    said, count, left = TextColumn("{task.description}", markup=False), MofNCompleteColumn(), TimeRemainingColumn()
+    columns = (said, BarColumn(), count, left) if console.width >= WIDE else (count, left)
+    with Progress(*columns, console=console, transient=True) as bar:
         yield from bar.track(items, total=total, description=description)
 
 
@@ -30,14 +33,10 @@ def bytes_bar(description: str, total: int | None) -> Iterator[Callable[[int], N
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(16),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    said, arrived, left = TextColumn("{task.description}", markup=False), DownloadColumn(), TimeRemainingColumn()
+    columns = (said, BarColumn(16), arrived, TransferSpeedColumn(), left) if console.width >= WIDE else (arrived, left)
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(description, total=total)
         yield lambda count: bar.advance(task, count)
 

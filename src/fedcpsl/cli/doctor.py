@@ -1,0 +1,160 @@
+"""fedcpsl doctor: what this machine has, what is missing, and what a run would take."""
+
+import argparse
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fedcpsl.cli.options import add_settings, config_of, given_settings
+
+if TYPE_CHECKING:
+    from fedcpsl.runs.estimate import Estimate, Range
+    from fedcpsl.runs.experiment import Experiment
+    from fedcpsl.runs.inspection import Part
+
+BUSY = 0.5  # tasks per core from which on timings are off
+
+
+def add(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="what this machine has, what is missing, what a run would take",
+        description="Say what this machine has and lacks, with the command that mends it. With a config or settings, "
+        "also build that run, try a few of its rounds, and estimate its memory and time; exit 1 where it would not "
+        "fit. Nothing is written.",
+        allow_abbrev=False,
+    )
+    add_settings(doctor)
+    doctor.add_argument("--json", action="store_true", help="as one JSON object")
+    doctor.set_defaults(command=_doctor)
+
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    config = config_of(parsed) if given_settings(parsed) else None
+    from fedcpsl.runs import inspection
+
+    machine = inspection.inspect_machine()
+    extras, programs = inspection.inspect_extras(), inspection.inspect_programs()
+    datasets = inspection.inspect_datasets(config.data.dir if config else "")
+    gpu = inspection.idle_gpu()
+    missing = [part for part in (*([gpu] if gpu else []), *extras, *programs, *datasets) if part.mend]
+    able = inspection.able(machine, extras)
+    content: dict[str, Any] = {
+        "machine": machine,
+        "able": able,
+        "extras": [part._asdict() for part in extras],
+        "programs": [part._asdict() for part in programs],
+        "datasets": [part._asdict() for part in datasets],
+        "missing": [part._asdict() for part in missing],
+    }
+    if not parsed.json:
+        _say_machine(machine)
+        _say("can do", able.items())
+        _say("data sets", ((part.name, part.found or part.purpose) for part in datasets))
+        _say("extras", ((part.name, part.found or f"not installed: {part.purpose}") for part in extras))
+        _say("programs", ((part.name, part.found or f"not found: {part.purpose}") for part in programs))
+        _say_missing(missing)
+    if config is None:
+        return _end(content, parsed.json, 0)
+    from fedcpsl.runs.estimate import estimate
+
+    experiment, found = estimate(config)
+    content["estimate"] = _plain(experiment, found)
+    if not parsed.json:
+        _say_estimate(experiment, found, machine)
+    return _end(content, parsed.json, 1 if found.lacks else 0)
+
+
+def _end(content: Mapping[str, Any], as_json: bool, code: int) -> int:
+    if as_json:
+        from fedcpsl.runs.files import to_json
+
+        print(to_json(content, indent=2))
+    return code
+
+
+def _plain(experiment: "Experiment", found: "Estimate") -> dict[str, Any]:
+    """The estimate as an object, with what was decided for the run."""
+    ranges = ("seconds", "host_bytes", "accelerator_bytes")
+    plain = found._asdict() | {key: value._asdict() for key in ranges if (value := getattr(found, key))}
+    setup = experiment.setup
+    layout = {"executor": setup.executor, "slots": experiment.config.run.slots, "processes": setup.processes}
+    return {"device": str(setup.shelf.where), "store": setup.store, **layout, **plain}
+
+
+def _say(title: str, facts: Iterable[tuple[str, Any]]) -> None:
+    facts = list(facts)
+    wide = max((len(name) for name, _ in facts), default=0)
+    print(title, *(f"  {name.ljust(wide)}  {fact}" for name, fact in facts), "", sep="\n")
+
+
+def _say_machine(machine: Mapping[str, Any]) -> None:
+    from fedcpsl.report.terminal import size
+
+    accelerators = [
+        f"{a['device']}, {a['name']}" + (f", {size(a['free_bytes'])} free" if a["free_bytes"] is not None else "")
+        for a in machine["accelerators"]
+    ]
+    total = machine["memory_bytes"]
+    load = "" if machine["load"] is None else f", load {machine['load']:.1f}"
+    _say(
+        "machine",
+        [
+            ("processor", f"{machine['processor']}, {machine['usable_cores']} of {machine['cores']} cores{load}"),
+            ("memory", (f"{size(total)}, " if total else "") + f"{size(machine['free_memory_bytes'])} free"),
+            ("GPU", "; ".join(accelerators) or "none that PyTorch can use"),
+            *(("disk", f"{size(free)} free in {folder}") for folder, free in machine["disk"].items() if free),
+            ("versions", f"fedcpsl {machine['fedcpsl']}, Python {machine['python']}, PyTorch {machine['torch']}"),
+        ],
+    )
+
+
+def _say_missing(missing: Iterable["Part"]) -> None:
+    """Every command on a line of its own, to be copied."""
+    lines = [line for part in missing for line in (f"  {part.name}: {part.purpose}", f"    {part.mend}")]
+    print("missing, if you want it", *(lines or ["  nothing"]), "", sep="\n")
+
+
+def _say_estimate(experiment: "Experiment", found: "Estimate", machine: Mapping[str, Any]) -> None:
+    from fedcpsl.report.terminal import size
+
+    config, setup = experiment.config, experiment.setup
+    places = {"accelerator": f"on {setup.shelf.where}", "host": "in memory", "disk": "on disk"}
+    beside = found.accelerator_bytes
+    facts = [
+        (
+            "what",
+            f"{config.algorithm.name} on {config.data.dataset}, {setup.devices} devices, {found.rounds} rounds, "
+            f"{found.steps:,} local steps, {found.parameters:,} parameters",
+        ),
+        (
+            "how",
+            f"{setup.executor} on {setup.shelf.where}, {setup.processes} process{'es' * (setup.processes > 1)}, "
+            f"device states {places[setup.store]}",
+        ),
+        ("time", f"about {_duration(found.seconds.likely)} ({_between(found.seconds)}), from a trial of a few rounds"),
+        ("memory", _bytes_between(found.host_bytes)),
+        *([("on the GPU", _bytes_between(beside))] if beside else []),
+        ("folder", f"up to {size(found.folder_bytes)}"),
+    ]
+    _say("this run", facts)
+    if machine["load"] is not None and machine["load"] > BUSY * machine["usable_cores"]:
+        print("the machine is busy now: the run takes less time once it is not, and timings are rough\n")
+    print("it does not fit:" if found.lacks else "it fits", *(f"  {each}" for each in found.lacks), sep="\n")
+
+
+def _between(seconds: "Range") -> str:
+    return f"{_duration(seconds.low)} to {_duration(seconds.high)}"
+
+
+def _bytes_between(count: "Range") -> str:
+    from fedcpsl.report.terminal import size
+
+    return f"about {size(round(count.likely))} ({size(round(count.low))} to {size(round(count.high))})"
+
+
+def _duration(seconds: float) -> str:
+    """A time in the unit that people would use."""
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"

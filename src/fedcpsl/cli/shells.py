@@ -1,0 +1,211 @@
+"""Completion scripts for bash, zsh and fish. Each says the same of the same commands."""
+
+import shlex
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fedcpsl.cli.completion import Command, Option, Value
+
+BASH = """# fedcpsl for bash; made by `fedcpsl completion bash`
+_fedcpsl_names() {
+    local IFS=$' \\t\\n'
+    COMPREPLY+=($(compgen -W "$1" -- "$cur"))
+}
+_fedcpsl_list() {
+    local before=""
+    case $cur in *,*) before="${cur%%,*}," cur="${cur##*,}" ;; esac
+    _fedcpsl_names "$1"
+    COMPREPLY=("${COMPREPLY[@]/#/$before}")
+    compopt -o nospace 2>/dev/null
+}
+_fedcpsl_assigned() {
+    _fedcpsl_names "$1"
+    compopt -o nospace 2>/dev/null
+}
+_fedcpsl_paths() {
+    local IFS=$'\\n'
+    COMPREPLY+=($(compgen "$1" -- "$cur"))
+    compopt -o filenames 2>/dev/null
+}
+_fedcpsl() {
+    local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD-1]} command=fedcpsl word
+    COMPREPLY=()
+    if [[ $cur == = ]]; then cur=""
+    elif [[ $prev == = && COMP_CWORD -gt 1 ]]; then prev=${COMP_WORDS[COMP_CWORD-2]}; fi
+    for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do
+        case "$command $word" in
+            %(paths)s) command="$command $word" ;;
+        esac
+    done
+    case "$command $prev" in
+%(values)s
+    esac
+    case "$command $cur" in
+%(options)s
+    esac
+    case "$command" in
+%(arguments)s
+    esac
+}
+complete -F _fedcpsl fedcpsl
+"""
+
+ZSH = """#compdef fedcpsl
+# fedcpsl for zsh; made by `fedcpsl completion zsh`
+%(functions)s
+if [[ $funcstack[1] == _fedcpsl ]]; then
+    _fedcpsl "$@"
+else
+    compdef _fedcpsl fedcpsl
+fi
+"""
+
+FISH = """# fedcpsl for fish; made by `fedcpsl completion fish`
+function __fedcpsl_at
+    set -l command fedcpsl
+    for word in (commandline -opc)[2..-1]
+        if contains -- "$command $word" %(paths)s
+            set command "$command $word"
+        end
+    end
+    test "$command" = "$argv"
+end
+function __fedcpsl_list
+    set -l before (string match -r '.*,' -- (commandline -ct) | string replace -r '^--[^=]*=' '')
+    printf '%%s\\n' "$before"$argv
+end
+complete -c fedcpsl -f
+%(lines)s
+"""
+
+
+def bash(top: "Command") -> str:
+    """For bash 3.2 and newer."""
+    every = list(_every(top))
+    paths = [shlex.quote(" ".join(c.path)) for c in every[1:]]
+    values, options, arguments = [], [], []
+    for command in every:
+        at = " ".join(command.path)
+        for option in command.options:
+            if option.value is not None:
+                patterns = "|".join(f'"{at} {flag}"' for flag in option.flags)
+                values.append(f"        {patterns}) {_in_bash(option.value)}return ;;")
+        flags = " ".join(flag for option in command.options for flag in option.flags)
+        options.append(f'        "{at} -"*) _fedcpsl_names "{flags}"; return ;;')
+        names = " ".join(nested.path[-1] for nested in command.commands)
+        given = f'_fedcpsl_names "{names}"; ' if names else _in_bash(command.arguments)
+        arguments.append(f'        "{at}") {given or ": "};;')
+    return BASH % {
+        "paths": "|".join(paths),
+        "values": "\n".join(values),
+        "options": "\n".join(options),
+        "arguments": "\n".join(arguments),
+    }
+
+
+def _in_bash(value: "Value") -> str:
+    how = "_fedcpsl_list" if value.listed else "_fedcpsl_assigned" if value.assigned else "_fedcpsl_names"
+    parts = [f'{how} "{" ".join(value.names)}"; '] if value.names else []
+    if value.files or value.folders:
+        parts.append(f"_fedcpsl_paths {'-f' if value.files else '-d'}; ")
+    return "".join(parts)
+
+
+def zsh(top: "Command") -> str:
+    """For zsh 5; to be sourced, or saved as _fedcpsl in a folder of $fpath."""
+    return ZSH % {"functions": "\n".join(_zsh_function(command) for command in reversed(list(_every(top))))}
+
+
+def _zsh_function(command: "Command") -> str:
+    name = "_" + "_".join(command.path)
+    specs = [_zsh_option(option) for option in command.options]
+    if command.commands:
+        specs += ["'1: :->command'", "'*:: :->rest'"]
+    else:
+        specs.append(_quoted(f"*: :{_in_zsh(command.arguments)}"))
+    lines = [f"{name}() {{", "    local context state state_descr line", "    typeset -A opt_args"]
+    lines.append("    _arguments -C \\\n        " + " \\\n        ".join(specs))
+    if command.commands:
+        said = [_quoted(f"{nested.path[-1]}:{nested.help}") for nested in command.commands]
+        lines += [
+            "    case $state in",
+            "    command)",
+            "        local -a commands=(\n            " + "\n            ".join(said) + "\n        )",
+            "        _describe command commands ;;",
+            "    rest)",
+            "        case $line[1] in",
+            *(f"        {nested.path[-1]}) _{'_'.join(nested.path)} ;;" for nested in command.commands),
+            "        esac ;;",
+            "    esac",
+        ]
+    return "\n".join([*lines, "}"])
+
+
+def _zsh_option(option: "Option") -> str:
+    said = option.help.replace("\\", "\\\\").replace("[", "\\[").replace("]", "\\]").replace(":", "\\:")
+    takes = "" if option.value is None else f": :{_in_zsh(option.value)}"
+    specs = [
+        _quoted(f"*{flag}{'=' if takes and flag.startswith('--') else ''}[{said}]{takes}") for flag in option.flags
+    ]
+    return " ".join(specs)
+
+
+def _in_zsh(value: "Value") -> str:
+    names = " ".join(value.names)
+    paths = "_files" if value.files else "_files -/" if value.folders else ""
+    if value.listed:
+        return f"_sequence compadd - {names}"
+    if value.assigned:
+        return f"compadd -S '' - {names}"
+    if names and paths:
+        return f"{{ compadd - {names}; {paths} }}"
+    return f"({names})" if names else paths or " "
+
+
+def fish(top: "Command") -> str:
+    """For fish 3."""
+    every = list(_every(top))
+    paths = " ".join(_quoted(" ".join(command.path)) for command in every[1:])
+    lines = [line for command in every for line in _fish_lines(command)]
+    return FISH % {"paths": paths, "lines": "\n".join(lines)}
+
+
+def _fish_lines(command: "Command") -> Iterator[str]:
+    start = f"complete -c fedcpsl -n {_in_fish('__fedcpsl_at ' + ' '.join(command.path))}"
+    for nested in command.commands:
+        yield f"{start} -a {nested.path[-1]} -d {_in_fish(nested.help)}"
+    for option in command.options:
+        flags = " ".join(f"-l {flag[2:]}" if flag.startswith("--") else f"-s {flag[1:]}" for flag in option.flags)
+        takes = "" if option.value is None else _fish_value(option.value, "-x", "-r -F")
+        yield f"{start} {flags}{takes} -d {_in_fish(option.help)}"
+    arguments = _fish_value(command.arguments, "", "-F")
+    if arguments.strip():
+        yield f"{start}{arguments}"
+
+
+def _fish_value(value: "Value", alone: str, with_files: str) -> str:
+    names = " ".join(value.names)
+    if value.listed:
+        names = f"(__fedcpsl_list {names})"
+    if value.folders and not value.files:
+        names += " (__fish_complete_directories)"
+    how = with_files if value.files else alone
+    return f"{' ' if how else ''}{how}" + (f" -a {_in_fish(names.strip())}" if names.strip() else "")
+
+
+def _every(command: "Command") -> Iterator["Command"]:
+    """A command, then all below it."""
+    yield command
+    for nested in command.commands:
+        yield from _every(nested)
+
+
+def _quoted(text: str) -> str:
+    """In single quotes, for zsh and bash."""
+    return "'" + text.replace("'", "'\\''") + "'"
+
+
+def _in_fish(text: str) -> str:
+    """In single quotes, for fish."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
