@@ -1,87 +1,343 @@
-"""The page of a run: complete, self-contained, and drawn by a real browser."""
+"""The page of runs: complete, self-contained, right, and drawn by a real browser."""
 
 import csv
+import io
+import json
 import re
 import shutil
-import subprocess
 
 import pytest
 
-from .command import QUICK, fedcpsl
+from fedcpsl.cli import run_command
+from fedcpsl.report.charts import MOST_POINTS, accuracy_charts, ticks
+from fedcpsl.report.findings import best_and_worst
+from fedcpsl.report.page import page_of
+from fedcpsl.report.story import Line, alone_for, read_story, tell
+from fedcpsl.report.tables import Column, Table, plain, points, seconds, size, to_csv, to_latex, to_markdown
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+from .browser import CHROMIUM, MISSING, Browser
+from .command import QUICK
+
+ONE = [*QUICK, "--set", "run.processes=1", "--set", "run.executor=sequential"]
+SECTIONS = (
+    "Accuracy by round",
+    "Accuracy per device",
+    "Who holds what",
+    "Pseudo-labels",
+    "What it took",
+    "Run it again",
+)
+
+
+def fedcpsl(*arguments):
+    return run_command([str(argument) for argument in arguments])
+
+
+def told(page):
+    """The JSON that a page draws from."""
+    return json.loads(re.search(r'<script id="told" type="application/json">(.*?)</script>', page, re.S)[1])
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("report")
-    done = fedcpsl("run", *QUICK, "--out", "a", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return folder / "a"
+def desk(tmp_path_factory):
+    return tmp_path_factory.mktemp("report")
 
 
 @pytest.fixture(scope="module")
-def sweep(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("report")
+def run(desk):
+    assert fedcpsl("run", *ONE, "--gaps", "--out", desk / "a") == 0
+    return desk / "a"
+
+
+@pytest.fixture(scope="module")
+def comparison(desk):
+    assert fedcpsl("compare", *ONE, "--algorithms", "fedcpsl,local", "--seeds", "2", "--out", desk / "c") == 0
+    return desk / "c"
+
+
+@pytest.fixture(scope="module")
+def sweep(desk):
     grids = ["--grid", "beta=.25,.75", "--grid", "gamma=0,.8", "--grid", "amount=1,2"]
-    done = fedcpsl("sweep", *grids, "--seeds", "2", *QUICK, "--out", "s", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return folder / "s"
+    assert fedcpsl("sweep", *grids, "--seeds", "1", *ONE, "--rounds", "2", "--out", desk / "s") == 0
+    return desk / "s"
 
 
-def test_the_page_of_a_sweep_is_complete_and_needs_nothing_else(sweep):
-    page = (sweep / "report.html").read_text()
-    assert page.count("<svg") == 2
-    assert "beta=0.25, gamma=0, amount=1" in page
+@pytest.fixture(scope="module")
+def study(desk):
+    (desk / "base.toml").write_text("")
+    (desk / "mine.toml").write_text(
+        'title = "Alone or not"\nbases = { digits = "base.toml" }\nseeds = 1\n'
+        '[rows.FedCPSL]\nalgorithm.name = "fedcpsl"\n[rows.alone]\nalgorithm.name = "local"\n'
+    )
+    assert fedcpsl("paper", desk / "mine.toml", *ONE, "--out", desk / "p") == 0
+    return desk / "p" / "digits"
+
+
+def is_self_contained(page):
     links = re.findall(r'(?:src|href)="([^"]+)"', page)
-    assert [link for link in links if not link.startswith(("#", "data:"))] == []
-    assert len(page) < 2_000_000
+    outside = [link for link in links if not link.startswith(("#", "data:"))]
+    return not outside and "@import" not in page and "url(http" not in page and len(page) < 2_000_000
 
 
 def test_the_page_is_complete_and_needs_nothing_else(run):
     page = (run / "report.html").read_text()
-    for words in ("Accuracy by round", "Accuracy per device", "How to run it again", "personal accuracy"):
-        assert words in page
-    assert page.count("<svg") == 2
+    for words in (*SECTIONS, "Optimality gap", "personal accuracy", "fedcpsl run config.toml", "worst tenth"):
+        assert words in page, words
+    assert "fedcpsl on digits: 4 devices, 2 of them active in each of 3 rounds" in page
+    assert f"fedcpsl report {run} --alone" in page
     assert 'name = "fedcpsl"' in page.replace("&quot;", '"')
-    links = re.findall(r'(?:src|href)="([^"]+)"', page)
-    assert [link for link in links if not link.startswith("#")] == []
-    assert len(page) < 2_000_000
+    assert is_self_contained(page)
+    assert set(told(page)["charts"]) == {"accuracy", "labels", "gaps"}
+    assert page.count('role="img"') == 3 + 4  # three charts and four devices
 
 
-def test_plots_and_table_agree_with_the_metrics(run):
+def test_plots_and_numbers_agree_with_the_metrics(run):
     assert {p.name for p in (run / "plots").iterdir()} == {"accuracy.svg", "devices.svg"}
     with (run / "devices.csv").open() as file:
         devices = list(csv.DictReader(file))
     mean = sum(float(d["personal"]) for d in devices) / len(devices)
-    assert f"{100 * mean:.2f} %" in (run / "report.html").read_text()
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (Debian: apt-get install chromium)")
-@pytest.mark.parametrize("page", ["run", "sweep"])
-def test_a_browser_draws_it_without_complaint(page, request, tmp_path):
-    run = request.getfixturevalue(page)
-    picture = tmp_path / "page.png"
-    done = subprocess.run(
-        [
-            CHROMIUM,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--no-first-run",
-            "--disable-background-networking",
-            "--disable-component-update",
-            "--disable-sync",
-            f"--user-data-dir={tmp_path / 'profile'}",
-            "--enable-logging=stderr",
-            "--window-size=1000,1400",
-            f"--screenshot={picture}",
-            (run / "report.html").as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
+    page = (run / "report.html").read_text()
+    assert f"{100 * mean:.2f} %" in page
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    series = {s["name"]: s for s in told(page)["charts"]["accuracy"]["series"]}
+    assert list(series) == ["personal", "global", "localized"]
+    for name, found in series.items():
+        assert found["x"] == [0, 1, 2, 3]
+        assert found["y"] == pytest.approx([100 * m[name]["mean"] for m in lines], rel=1e-3)
+        assert found["devices"] == pytest.approx([100 * m[name]["std"] for m in lines], rel=1e-3, abs=1e-3)
+    confidence = told(page)["charts"]["labels"]["series"][1]
+    assert confidence["name"] == "confidence"
+    assert confidence["y"] == pytest.approx(
+        [100 * m["pseudo_label_confidence"] for m in lines if m["pseudo_label_confidence"]], rel=1e-3
     )
-    assert done.returncode == 0, done.stderr
-    assert "CONSOLE" not in done.stderr
-    assert picture.stat().st_size > 20_000
+
+
+def test_the_map_shows_what_devices_hold(run):
+    holdings = json.loads((run / "split.json").read_text())
+    with (run / "devices.csv").open() as file:
+        devices = list(csv.DictReader(file))
+    assert [sum(row) for row in holdings["labelled"]] == [int(d["labelled"]) for d in devices]
+    assert [sum(row) for row in holdings["unlabelled"]] == [int(d["unlabelled"]) for d in devices]
+    page = (run / "report.html").read_text()
+    assert page.count('class="heat ') == 2
+    device, kind = next((i, c) for i, row in enumerate(holdings["labelled"]) for c, n in enumerate(row) if n)
+    count = holdings["labelled"][device][kind]
+    assert f"device {device}, class {kind}: {count} labelled, " in page
+
+
+def test_gains_come_from_devices_that_train_alone(comparison):
+    page = (comparison / "report.html").read_text()
+    assert is_self_contained(page)
+    assert "over alone" in page
+    assert "less fedcpsl" in page
+    assert "--alone" not in page
+    accuracies = []
+    for name in ("fedcpsl-seed0", "local-seed0"):
+        with (comparison / "runs" / name / "devices.csv").open() as file:
+            accuracies.append([float(d["personal"]) for d in csv.DictReader(file)])
+    gains = [100 * (a - b) for a, b in zip(*accuracies, strict=True)]
+    assert f"{sum(g > 0 for g in gains)} of 4 devices are better off and {sum(g < 0 for g in gains)} worse" in page
+    charts = told(page)["charts"]
+    assert [s["name"] for s in charts["accuracy-personal"]["series"]] == ["fedcpsl", "local"]
+    assert charts["accuracy-personal"]["series"][0]["n"] == 2
+    assert "uplink" in charts
+
+
+def test_a_run_of_a_comparison_finds_its_neighbour(comparison):
+    story = read_story([comparison / "runs" / "fedcpsl-seed1"])
+    found = alone_for(story.runs[0], story.references)
+    assert found.folder.name == "local-seed1"
+    assert alone_for(tell(comparison / "runs" / "fedcpsl-seed0"), story.references) is not found
+
+
+def test_devices_are_trained_alone_on_demand(run, desk, comparison, capsys):
+    shutil.copytree(run, desk / "b")
+    before = (desk / "b" / "metrics.jsonl").read_bytes()
+    assert fedcpsl("report", desk / "b", "--alone") == 0
+    page = (desk / "b" / "report.html").read_text()
+    assert "over training alone" in page.lower()
+    assert (desk / "b" / "metrics.jsonl").read_bytes() == before
+    beside = comparison / "runs" / "local-seed0" / "devices.csv"
+    assert (desk / "b" / "alone" / "devices.csv").read_text() == beside.read_text()  # as a comparison would have it
+    assert fedcpsl("report", desk / "b" / "alone", "--alone") == 2
+    assert "train alone already" in capsys.readouterr().err
+
+
+def test_runs_side_by_side_on_one_page(run, comparison, desk, monkeypatch, capsys):
+    monkeypatch.chdir(desk)
+    assert fedcpsl("report", run, comparison) == 0
+    page = (desk / "report.html").read_text()
+    assert fedcpsl("report", run, comparison) == 0  # its own page it may replace
+    assert is_self_contained(page)
+    names = [s["name"] for s in told(page)["charts"]["accuracy-personal"]["series"]]
+    assert names == ["fedcpsl, gaps=True", "fedcpsl, gaps=False", "local"]
+    (desk / "thesis.html").write_text("mine")
+    capsys.readouterr()
+    assert fedcpsl("report", run, "--out", desk / "thesis.html") == 2
+    assert "no report; give another --out" in capsys.readouterr().err
+    assert (desk / "thesis.html").read_text() == "mine"
+
+
+def test_the_same_run_twice_is_not_two_seeds(run, desk):
+    shutil.copytree(run, desk / "again")
+    story = read_story([run, desk / "again"])
+    assert [(line.name, len(line.runs)) for line in story.lines] == [("fedcpsl (1)", 1), ("fedcpsl (2)", 1)]
+
+
+def test_sweeps_and_studies_have_the_same_page(sweep, study):
+    page = (sweep / "report.html").read_text()
+    assert "beta=0.25, gamma=0, amount=1" in page
+    assert 'class="picture sweep"' in page
+    page = (study / "results" / "mine.html").read_text()
+    assert "Personal accuracy, %, mean over devices and seeds." in page
+    assert [s["name"] for s in told(page)["charts"]["accuracy-personal"]["series"]] == ["FedCPSL", "alone"]
+    assert "over alone" in page
+    assert fedcpsl("report", study) == 0
+    assert is_self_contained((study / "report.html").read_text())
+
+
+def test_tables_as_text(run, comparison, desk, capsys):
+    assert fedcpsl("report", comparison, "--format", "md") == 0
+    text = capsys.readouterr().out
+    assert "| algorithm | seeds | rounds |" in text
+    assert text.count("Accuracy per device") == 4
+    assert fedcpsl("report", run, "--format", "latex", "--out", desk / "t.tex") == 0
+    assert (desk / "t.tex").read_text().count(r"\begin{tabular}") == 3
+    capsys.readouterr()
+    assert fedcpsl("report", run, "--format", "csv", "--table", "rounds") == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [float(row["personal"]) for row in rows] == [m["personal"]["mean"] for m in lines]
+    assert fedcpsl("report", comparison, "--format", "csv") == 0
+    first = next(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert 0 < float(first["personal"]) < 1
+    assert float(first["personal_half_width"]) >= 0
+    assert fedcpsl("report", comparison, "--format", "csv", "--table", "devices") == 2
+
+
+def test_what_has_nothing_to_tell_is_refused_in_a_line(run, desk, capsys):
+    (desk / "empty").mkdir()
+    shutil.copytree(run, desk / "begun")
+    for name in ("devices.csv", "report.html"):
+        (desk / "begun" / name).unlink()
+    first = (desk / "begun" / "metrics.jsonl").read_text().splitlines(keepends=True)[0]
+    (desk / "begun" / "metrics.jsonl").write_text(first)
+    for folder, words in (
+        ("nowhere", "no such folder"),
+        ("empty", "not a run’s folder"),
+        ("begun", "no finished round yet"),
+    ):
+        assert fedcpsl("report", desk / folder) == 2
+        said = capsys.readouterr().err
+        assert words in said
+        assert said.count("\n") == 1
+    (desk / "begun" / "metrics.jsonl").unlink()
+    assert fedcpsl("report", desk / "begun") == 2
+
+
+def test_a_run_that_goes_on_and_one_from_before_are_told(run, desk):
+    shutil.copytree(run, desk / "old")
+    for name in ("devices.csv", "split.json"):
+        (desk / "old" / name).unlink()
+    lines = [json.loads(line) for line in (desk / "old" / "metrics.jsonl").read_text().splitlines()][:3]
+    for line in lines:
+        del line["pseudo_label_confidence"]
+    (desk / "old" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert fedcpsl("report", desk / "old") == 0
+    page = (desk / "old" / "report.html").read_text()
+    assert "Not finished: round 2 of 3" in page
+    assert "from before confidence was logged" in page
+    assert page.count('class="heat ') == 2  # from the data itself
+    assert "appear when a run is finished" in page
+
+
+def test_names_cannot_write_into_the_page(run, desk):
+    shutil.copytree(run, desk / "odd")
+    rows = (desk / "odd" / "devices.csv").read_text().splitlines()
+    cells = rows[1].split(",")
+    rows[1] = ",".join([cells[0], "<script>alert(1)</script>", *cells[2:]])
+    (desk / "odd" / "devices.csv").write_text("\n".join(rows) + "\n")
+    assert fedcpsl("report", desk / "odd") == 0
+    page = (desk / "odd" / "report.html").read_text()
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert" in page
+
+
+def test_long_runs_of_many_lines_stay_small(run, desk):
+    shutil.copytree(run, desk / "huge")
+    names, full = [f"telephone number {i}" for i in range(60)], [[1000] * 40] * 60
+    holdings = {"devices": 60, "names": names, "classes": [f"kind {i}" for i in range(40)], "unknown": [0] * 60}
+    (desk / "huge" / "split.json").write_text(json.dumps(holdings | {"labelled": full, "unlabelled": full}))
+    one = tell(desk / "huge")
+    many = [one.metrics[-1] | {"round": r} for r in range(1_200)]
+    story = read_story([run])
+    lines = [Line(f"case {i}", [one._replace(metrics=many)]) for i in range(12)]
+    (chart, *_) = accuracy_charts(story._replace(lines=lines))
+    assert sum(len(s["x"]) for s in chart["series"]) <= MOST_POINTS
+    assert all(s["x"][0] == 0 and s["x"][-1] == 1_199 for s in chart["series"])
+    page = page_of(story._replace(lines=lines))
+    assert is_self_contained(page)
+    assert sorted({s["colour"] for s in chart["series"]}) == list(range(9))  # eight and grey
+
+
+def test_numbers_as_people_write_them():
+    assert [size(n) for n in (0, 999, 1000, 88_300_000)] == ["0 B", "999 B", "1.0 kB", "88.3 MB"]
+    assert [seconds(s) for s in (4.62, 125, 7260)] == ["4.6 s", "2 min 05 s", "2 h 01 min"]
+    assert [points(v) for v in (0.0123, -0.05, 0.0)] == ["+1.23", "−5.00", "0.00"]
+    assert ticks(0, 100, 5) == [0, 20, 40, 60, 80, 100]
+    assert ticks(0, 7, 8) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert best_and_worst([{"n": i} for i in range(10)], 4) == ([{"n": 0}, {"n": 1}, {"n": 8}, {"n": 9}], 6)
+    table = Table("t", "50 % & more", [Column("a", "a_b", plain), Column("b", "b", plain)], [{"a": "x|y", "b": 1200}])
+    assert to_markdown(table).splitlines()[2:] == ["| a_b | b |", "| --- | ---: |", "| x\\|y | 1,200 |"]
+    assert r"\caption{50 \% \& more}" in to_latex(table)
+    assert r"a\_b & b \\" in to_latex(table)
+    assert to_csv(table) == "a,b\nx|y,1200\n"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
+def test_a_browser_draws_them_and_answers_the_mouse(run, comparison, sweep, study, tmp_path):
+    pages = [run / "report.html", comparison / "report.html", sweep / "report.html", study / "results" / "mine.html"]
+    with Browser(tmp_path / "profile") as browser:
+        for page in pages:
+            browser.open(page.as_uri())
+            assert browser.value("document.querySelectorAll('figure.chart .plot svg .line').length") > 0
+            assert browser.value("document.querySelector('.tip').hidden") is True
+            x, y = browser.middle("figure.chart .plot svg")
+            browser.hover(x, y)
+            assert browser.value("document.querySelector('.tip').hidden") is False
+            said = browser.value("document.querySelector('.tip').innerText")
+            assert re.match(r"round \d", said)
+            chart = next(iter(told(page.read_text())["charts"].values()))
+            assert f"{chart['series'][0]['y'][int(said.split()[1])]:.2f} %" in said
+            wide = browser.value("document.documentElement.scrollWidth <= innerWidth")
+            assert wide, "the page itself scrolls sideways"
+        assert browser.complaints == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
+def test_it_works_in_the_dark_on_a_phone_by_keyboard_and_without_scripts(run, comparison, tmp_path):
+    page = (comparison / "report.html").as_uri()
+    with Browser(tmp_path / "profile") as browser:
+        browser.open(page, dark=True)
+        assert browser.value("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 26)"
+        browser.open(page, width=390, height=800)
+        assert browser.value("document.documentElement.scrollWidth <= innerWidth")
+        assert browser.value("document.querySelector('.plot svg').viewBox.baseVal.width") < 390  # drawn to fit
+        browser.value("document.querySelector('.plot svg').focus()")
+        for key in ("ArrowRight", "ArrowRight"):
+            browser.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key)
+        assert browser.value("document.querySelector('.tip strong').textContent") == "round 1"
+        browser.press(*browser.middle("button.key"))
+        assert browser.value("document.querySelector('button.key').getAttribute('aria-pressed')") == "false"
+        browser.press(*browser.middle("button[data-band='']"))
+        assert browser.value("document.querySelector('figure.chart').querySelectorAll('.band').length") == 0
+        browser.press(*browser.middle("table.devices thead th:last-child"))
+        browser.press(*browser.middle("table.devices thead th:last-child"))
+        gains = browser.value(
+            "[...document.querySelector('table.devices').tBodies[0].rows].map(r => +r.lastElementChild.dataset.v)"
+        )
+        assert gains == sorted(gains)
+        assert browser.complaints == []
+        browser.open((run / "report.html").as_uri(), scripts=False)
+        assert browser.picture(tmp_path / "page.png") > 20_000
+        assert browser.complaints == []

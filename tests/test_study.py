@@ -7,10 +7,21 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from fedcpsl.config import with_settings
-from fedcpsl.errors import InputError
-from fedcpsl.runs.study import find_study, known_studies, lines_of, paper_studies, plan_of, read_study, with_more
+from fedcpsl.errors import InputError, RunError
+from fedcpsl.runs import companies
+from fedcpsl.runs.study import (
+    find_study,
+    known_studies,
+    lines_of,
+    paper_studies,
+    plan_of,
+    read_study,
+    run_plan,
+    with_more,
+)
 
 from .command import fedcpsl, spawn
 
@@ -75,6 +86,7 @@ def test_a_study_is_run_once_and_its_tables_are_the_means_of_its_runs(desk):
         "manifest.json",
         "metrics.jsonl",
         "devices.csv",
+        "split.json",
     }
     results = desk / "o" / "digits" / "results"
     rows = rows_of(results / "pair.csv")
@@ -162,6 +174,34 @@ def test_a_run_that_fails_does_not_take_the_others_with_it(desk):
     assert "| FedSHVR | " in text
 
 
+def test_a_company_that_does_not_fit_begins_anew_with_fewer(desk, monkeypatch):
+    """The GPU's memory may be less by then than it was when the company was made up."""
+    study = read_study(desk / "pair.toml")
+    plan, begin = plan_of([study], "digits", 1), companies.start_together
+
+    def out_of_memory(members):
+        for member in members:
+            member.folder.mkdir()
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    (desk / "o").mkdir()
+    monkeypatch.setattr(companies, "start_together", out_of_memory)
+    with pytest.raises(RunError, match=r"5 runs side by side.*run\.together=2"):
+        run_plan(desk / "o" / "digits", plan, lambda company, _: [lambda *_: None] * len(company))
+    assert not list((desk / "o" / "digits" / "runs").iterdir())
+    monkeypatch.setattr(companies, "start_together", begin)
+    assert run_plan(desk / "o" / "digits", plan, lambda company, _: [lambda *_: None] * len(company))
+
+
+def test_a_strip_for_a_grid_of_one_setting(desk):
+    (desk / "strip.toml").write_text(
+        'title = "Steps"\nshows = "map"\nbases = { digits = "base.toml" }\nseeds = 1\n'
+        '[grid]\nalgorithm.eta = [0.01, 0.05]\n[rows.FedAvg]\nalgorithm.name = "fedavg"\n'
+    )
+    assert fedcpsl("paper", "strip.toml", "--out", "o", cwd=desk).returncode == 0
+    assert "0.05" in (desk / "o" / "digits" / "results" / "strip.svg").read_text()
+
+
 def test_studies_that_come_with_it_can_be_planned():
     assert set(paper_studies()) <= set(known_studies())
     for name in known_studies():
@@ -182,7 +222,7 @@ def test_studies_that_come_with_it_can_be_planned():
 
 
 def test_validation_seeds_are_not_the_reported_ones():
-    for name in ("tune", "har-tune"):
+    for name in ("tune", "har-tune", "har-steps"):
         study = find_study(name)
         assert study.settings["data.validation"] > 0
         assert study.first_seed >= 100

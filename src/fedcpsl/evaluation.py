@@ -46,6 +46,7 @@ class Evaluation(NamedTuple):
     validation: Accuracy | None  # of the personal models, on what was held back for choosing settings
     losses: dict[str, float | None]
     pseudo_label_accuracy: float | None
+    pseudo_label_confidence: float | None  # the mean of the largest entry of nu
     predictions: Predictions
 
     def metrics(self, state: State) -> dict[str, Any]:
@@ -59,6 +60,7 @@ class Evaluation(NamedTuple):
             "validation": _summary(self.validation),
             "losses": self.losses,
             "pseudo_label_accuracy": self.pseudo_label_accuracy,
+            "pseudo_label_confidence": self.pseudo_label_confidence,
             "uplink_bytes": state.uplink_bytes,
             "downlink_bytes": state.downlink_bytes,
             "steps": state.steps,
@@ -124,7 +126,7 @@ class Measured(NamedTuple):
     localized: Any
     validation: Any
     losses: Any  # [0 to 3]: of those three
-    labels: Any  # right pseudo-labels, and how many could be judged
+    labels: Any  # right pseudo-labels, how many could be judged, their confidences added up, and how many there are
     costs: Any  # [0 to 2]: f_i and F_i of the round's steps, mean over its devices
 
 
@@ -149,7 +151,7 @@ def measure(state: State, made: Predictions, judged: Tensor) -> list[Tensor]:
         nothing if made.localized is None else next(hits),
         right(validation, predict(state, validation).personal[None])[0] if len(validation.x) else nothing,
         -each.gather(2, tests.y.expand(len(each), -1)[..., None]).mean((1, 2)).to(exact) if len(tests.x) else nothing,
-        _right_labels(state, judged).to(exact) if state.setup.method.parts.unlabelled else nothing,
+        _labels(state, judged, exact) if state.setup.method.parts.unlabelled else nothing,
     ]
 
 
@@ -159,7 +161,7 @@ def _evaluation(state: State, made: Predictions, measured: Measured) -> Evaluati
     general = _accuracy(tests, measured.general, roster)
     personal = _accuracy(tests, measured.personal, roster)
     assert personal is not None
-    right, known = measured.labels.tolist() if len(measured.labels) else (0, 0)
+    right, known, confidence, made_up = measured.labels.tolist() if len(measured.labels) else (0, 0, 0, 0)
     return Evaluation(
         personal=personal,
         general=general,
@@ -168,6 +170,7 @@ def _evaluation(state: State, made: Predictions, measured: Measured) -> Evaluati
         validation=_accuracy(validation, measured.validation, roster),
         losses=_losses(state, made, measured),
         pseudo_label_accuracy=right / known if known else None,
+        pseudo_label_confidence=confidence / made_up if made_up else None,
         predictions=made,
     )
 
@@ -213,11 +216,16 @@ def has_labelled(state: State) -> NDArray[np.bool_]:
     return state.active_rounds > state.setup.warm_up
 
 
-def _right_labels(state: State, judged: Tensor) -> Tensor:
-    """How many pseudo-labels of some devices are right, and how many could be."""
+def _labels(state: State, judged: Tensor, exact: torch.dtype) -> Tensor:
+    """Of some devices' pseudo-labels: how many are right, of how many whose truth is known; the largest entries of nu
+    added up, and how many pseudo-labels there are.
+    """
     shelf = state.setup.shelf
-    counts = judged[shelf.device] & shelf.hidden & (shelf.truth >= 0)
-    return torch.stack([((state.targets.argmax(-1) == shelf.truth) & counts).sum(), counts.sum()])
+    theirs = judged[shelf.device] & shelf.hidden
+    known = theirs & (shelf.truth >= 0)
+    right = (state.targets.argmax(-1) == shelf.truth) & known
+    largest = torch.where(theirs, state.targets.amax(-1).to(exact), 0)
+    return torch.stack([each.sum().to(exact) for each in (right, known, largest, theirs)])
 
 
 def _losses(state: State, made: Predictions, measured: Measured) -> dict[str, float | None]:

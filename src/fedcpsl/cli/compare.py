@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedcpsl.cli.options import add_settings, config_of, given_settings
+from fedcpsl.cli.tracker import add_tracker, chosen_tracker, say_where
 from fedcpsl.errors import InputError
 from fedcpsl.torchrun import place, way_on
 
@@ -43,6 +44,8 @@ def add_many_runs(command: argparse.ArgumentParser) -> None:
     command.add_argument("--reach", metavar="A,B,...", help="report the rounds and bytes to these accuracies [0.8,0.9]")
     command.add_argument("--out", type=Path, metavar="FOLDER", help="where to write [runs/<time>-<command>-<dataset>]")
     command.add_argument("--resume", type=Path, metavar="FOLDER", help="go on with an interrupted one")
+    add_tracker(command)
+    command.add_argument("--json", action="store_true", help="print the results as one JSON object, nothing else")
 
 
 def _compare(parsed: argparse.Namespace) -> int:
@@ -55,7 +58,7 @@ def _compare(parsed: argparse.Namespace) -> int:
     names = [name.strip() for name in (parsed.algorithms or ALGORITHMS).split(",") if name.strip()]
     if not names:
         raise InputError("--algorithms: give some, for example fedcpsl,apfl,local")
-    return start_runs(parsed.out, compare_plan(config, names, seeds, reach))
+    return start_runs(parsed, compare_plan(config, names, seeds, reach))
 
 
 def seeds_and_reach(parsed: argparse.Namespace) -> tuple[int, list[float]]:
@@ -72,17 +75,18 @@ def seeds_and_reach(parsed: argparse.Namespace) -> tuple[int, list[float]]:
     return seeds, reach
 
 
-def start_runs(out: Path | None, plan: "Plan") -> int:
+def start_runs(parsed: argparse.Namespace, plan: "Plan") -> int:
     """Make the folder and run everything."""
     from fedcpsl.cli.run import refuse_existing
     from fedcpsl.runs.comparison import check, create
     from fedcpsl.runs.folder import default_folder
 
-    refuse_existing(out)
+    refuse_existing(parsed.out)
+    tracker = chosen_tracker(parsed)
     first = check(plan)
-    folder = out or default_folder(first, plan.kind)
+    folder = parsed.out or default_folder(first, plan.kind)
     create(folder, plan)
-    return _run(folder, plan)
+    return _run(folder, plan, tracker, as_json=parsed.json)
 
 
 def resume_runs(parsed: argparse.Namespace, more: Any) -> int:
@@ -91,26 +95,37 @@ def resume_runs(parsed: argparse.Namespace, more: Any) -> int:
         raise InputError("--resume goes on with the folder's own settings; give it alone")
     from fedcpsl.runs.comparison import read_plan
 
-    return _run(parsed.resume, read_plan(parsed.resume))
+    return _run(parsed.resume, read_plan(parsed.resume), chosen_tracker(parsed), as_json=parsed.json)
 
 
-def _run(folder: Path, plan: "Plan") -> int:
+def _run(folder: Path, plan: "Plan", tracker: str | None, *, as_json: bool) -> int:
     from rich.console import Console
 
     from fedcpsl.cli.run import says_how_to_go_on
     from fedcpsl.report.comparison import comparison_progress, print_comparison, write_comparison
     from fedcpsl.runs.companies import run_all
     from fedcpsl.runs.comparison import run_folder
+    from fedcpsl.runs.trackers import announcing, tracking
 
     count = len(plan.cases) * len(plan.seeds)
-    with says_how_to_go_on(plan.kind, folder), comparison_progress(count, Console(stderr=True)) as announce:
-        finished = run_all(folder, plan, announce)
+    with (
+        says_how_to_go_on(plan.kind, folder),
+        tracking(tracker) as tracked,
+        comparison_progress(count, Console(stderr=True)) as announce,
+    ):
+        finished = run_all(folder, plan, announcing(announce, tracked.also))
+    say_where(tracked.where)
     if not finished:
         print(f"fedcpsl: stopped; go on with: {way_on(plan.kind, folder, place()[1])}", file=sys.stderr)
         return 130
     page = write_comparison(folder)
-    print_comparison(folder)
-    print(f"results  {folder}\nreport   {page.resolve().as_uri()}")
+    if as_json:
+        from fedcpsl.cli.show import print_json
+
+        print_json([folder])
+    else:
+        print_comparison(folder)
+        print(f"results  {folder}\nreport   {page.resolve().as_uri()}")
     return say_failed([run_folder(folder, case, seed) for case in plan.cases for seed in plan.seeds])
 
 

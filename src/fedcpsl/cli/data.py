@@ -34,6 +34,7 @@ def _data(parsed: argparse.Namespace) -> int:
 
     from fedcpsl.data.sources import load_federation, load_source, place, resolve
     from fedcpsl.data.split import split_bytes
+    from fedcpsl.report.fitting import print_table
     from fedcpsl.report.split import class_picture, in_memory, split_table
     from fedcpsl.runs.files import write_whole
 
@@ -44,8 +45,8 @@ def _data(parsed: argparse.Namespace) -> int:
     console = Console()
     whole = load_federation(resolved, seed, source)
     federation = in_memory(whole, console)
-    console.print(split_table(federation))
-    console.print(class_picture(federation))
+    print_table(split_table(federation), console)
+    print_table(class_picture(federation), console)
     print(f"split sha256 {whole.digest}")
     if parsed.save and source:
         if resolved.split:

@@ -9,6 +9,7 @@ from typing import Any
 
 from fedcpsl.cli.options import add_settings, config_of, given_settings, settings_help
 from fedcpsl.cli.show import print_results
+from fedcpsl.cli.tracker import add_tracker, chosen_tracker, say_where
 from fedcpsl.errors import InputError, LostRankError, RunError
 from fedcpsl.torchrun import place, way_on
 
@@ -27,6 +28,7 @@ def add(commands: Any) -> None:
     run.add_argument("--gaps", action="store_true", help="log the optimality gaps of the theory too (run.gaps = true)")
     run.add_argument("--out", type=Path, metavar="FOLDER", help="where to write [runs/<time>-<algorithm>-<dataset>]")
     run.add_argument("--resume", type=Path, metavar="FOLDER", help="go on with an interrupted run, bit for bit")
+    add_tracker(run)
     run.add_argument("--dry-run", action="store_true", help="print the resolved config, the split and the steps")
     run.set_defaults(command=_run)
 
@@ -53,9 +55,10 @@ def _run(parsed: argparse.Namespace) -> int:
     if parsed.resume:
         if given_settings(parsed) or parsed.out or parsed.dry_run or parsed.gaps:
             raise InputError("--resume goes on with the folder's own settings; give it alone")
-        return _resume(parsed.resume)
+        return _resume(parsed.resume, chosen_tracker(parsed))
     config = config_of(parsed, {"run.gaps": True} if parsed.gaps else {})
     refuse_existing(parsed.out)
+    tracker = chosen_tracker(parsed)
     from fedcpsl.runs.experiment import build
 
     experiment = build(config)
@@ -66,24 +69,36 @@ def _run(parsed: argparse.Namespace) -> int:
     from fedcpsl.report.terminal import progress
     from fedcpsl.runs.experiment import start
     from fedcpsl.runs.folder import default_folder
+    from fedcpsl.runs.trackers import tracking
 
-    folder = parsed.out or default_folder(experiment.config)
-    with says_how_to_go_on("run", folder), progress(experiment.setup.total_rounds, 0, Console(stderr=True)) as watch:
-        outcome = start(experiment, folder, watch)
+    folder, rounds = parsed.out or default_folder(experiment.config), experiment.setup.total_rounds
+    with (
+        says_how_to_go_on("run", folder),
+        tracking(tracker) as tracked,
+        progress(rounds, 0, Console(stderr=True)) as watch,
+    ):
+        outcome = start(experiment, folder, tracked.also(folder, watch))
+    say_where(tracked.where)
     return _conclude(outcome)
 
 
-def _resume(folder: Path) -> int:
+def _resume(folder: Path, tracker: str | None) -> int:
     from rich.console import Console
 
     from fedcpsl.report.terminal import progress
     from fedcpsl.runs.experiment import resume
     from fedcpsl.runs.folder import read_run_config
+    from fedcpsl.runs.trackers import tracking
 
     work = read_run_config(folder).work
     rounds = work.rounds + work.personal_rounds
-    with says_how_to_go_on("run", folder), progress(rounds, 0, Console(stderr=True)) as watch:
-        outcome = resume(folder, watch)
+    with (
+        says_how_to_go_on("run", folder),
+        tracking(tracker) as tracked,
+        progress(rounds, 0, Console(stderr=True)) as watch,
+    ):
+        outcome = resume(folder, tracked.also(folder, watch))
+    say_where(tracked.where)
     return _conclude(outcome)
 
 
@@ -104,12 +119,13 @@ def _dry_run(experiment: Any) -> int:
     from rich.console import Console
 
     from fedcpsl.config import to_toml
+    from fedcpsl.report.fitting import print_table
     from fedcpsl.report.split import in_memory, split_table
     from fedcpsl.report.terminal import planned_steps
 
     console = Console()
     print(to_toml(experiment.config))
-    console.print(split_table(in_memory(experiment.federation, console)))
+    print_table(split_table(in_memory(experiment.federation, console)), console)
     steps, most = planned_steps(experiment)
     setup = experiment.setup
     print(

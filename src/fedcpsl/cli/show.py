@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+BESIDE = 88  # columns from which on a curve goes beside its title
+
 
 def add(commands: Any) -> None:
     show = commands.add_parser("show", help="print past runs", description="Print past runs, comparisons and sweeps.")
@@ -18,6 +20,7 @@ def print_results(folders: Sequence[Path]) -> None:
     from rich.console import Console
 
     from fedcpsl.report.comparison import print_comparison
+    from fedcpsl.report.fitting import print_table, room
     from fedcpsl.report.terminal import results_table, sparkline
     from fedcpsl.runs.comparison import is_comparison
     from fedcpsl.runs.folder import final_metrics, read_metrics
@@ -28,19 +31,22 @@ def print_results(folders: Sequence[Path]) -> None:
             print_comparison(folder)
             continue
         final = final_metrics(folder)
-        console.print(results_table(final))
-        curve = sparkline([m["personal"]["mean"] or 0.0 for m in read_metrics(folder)])
-        console.print(f"personal accuracy by round  {curve}" + ("" if final["finished"] else "  (not finished)"))
+        print_table(results_table(final), console)
+        print("personal accuracy by round", end="  " if room(console) >= BESIDE else "\n")
+        curve = sparkline([m["personal"]["mean"] or 0.0 for m in read_metrics(folder)], min(60, room(console)))
+        print(curve + ("" if final["finished"] else "  (not finished)"))
 
 
-def _show(parsed: argparse.Namespace) -> int:
+def print_json(folders: Sequence[Path]) -> None:
+    """The same as one object, or as a list where there are several."""
     from fedcpsl.runs.comparison import is_comparison, summarise
     from fedcpsl.runs.files import to_json
     from fedcpsl.runs.folder import final_metrics
 
-    if parsed.json:
-        found = [summarise(f) if is_comparison(f) else final_metrics(f) for f in parsed.runs]
-        print(to_json(found[0] if len(found) == 1 else found, indent=2))
-    else:
-        print_results(parsed.runs)
+    found = [summarise(f) if is_comparison(f) else final_metrics(f) for f in folders]
+    print(to_json(found[0] if len(found) == 1 else found, indent=2))
+
+
+def _show(parsed: argparse.Namespace) -> int:
+    (print_json if parsed.json else print_results)(parsed.runs)
     return 0

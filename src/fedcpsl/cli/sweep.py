@@ -51,4 +51,4 @@ def _sweep(parsed: argparse.Namespace) -> int:
         if name == "run.seed":
             raise InputError("--grid seed: seeds are what a sweep averages over; give --seeds N")
         grid[name] = [typed(name, value) if isinstance(value, str) else value for value in values]
-    return start_runs(parsed.out, sweep_plan(config, grid, seeds, reach))
+    return start_runs(parsed, sweep_plan(config, grid, seeds, reach))

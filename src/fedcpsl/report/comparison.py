@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fedcpsl.report.page import html_page, inline_svg
+from fedcpsl.report.fitting import if_it_fits, print_table, that_fit
+from fedcpsl.report.page import inline_svg, page_of
 from fedcpsl.report.plots import curves_of_cases, heat_maps
+from fedcpsl.report.story import Line, Story, read_story
 from fedcpsl.report.terminal import percent, size
 from fedcpsl.runs.companies import Announce, Planned
 from fedcpsl.runs.comparison import read_plan, run_folder, summarise
@@ -23,13 +25,12 @@ from fedcpsl.runs.diary import Watch
 from fedcpsl.runs.files import to_json, write_whole
 from fedcpsl.runs.folder import read_metrics
 
-FILE_WIDTH = 132  # columns of a table that goes into a file or a pipe
-
 
 @contextmanager
 def comparison_progress(runs: int, console: Console) -> Iterator[Announce]:
     """A bar over all runs with time left, and one over the rounds of the run at hand."""
-    columns = (
+    columns = that_fit(
+        console,
         TextColumn("{task.description}"),
         MofNCompleteColumn(),
         BarColumn(bar_width=None),
@@ -37,6 +38,7 @@ def comparison_progress(runs: int, console: Console) -> Iterator[Announce]:
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
+        narrow=(0, 1, 2, 6),
     )
     with Progress(*columns, console=console, expand=True, disable=not console.is_terminal) as bar:
         everything = bar.add_task("[bold]runs", total=runs, note="")
@@ -46,7 +48,7 @@ def comparison_progress(runs: int, console: Console) -> Iterator[Announce]:
             rounds = company[0].config.work.rounds + company[0].config.work.personal_rounds
             first = f"{company[0].case.name}, seed {company[0].seed}"
             others = f" and {len(company) - 1} more, side by side" if len(company) > 1 else ""
-            bar.update(everything, completed=done, note=f"{first}{others}")
+            bar.update(everything, completed=done, note=if_it_fits(console, f"{first}{others}"))
             bar.reset(current, total=rounds)
 
             def watch(round: int, metrics: dict[str, Any] | None) -> None:
@@ -66,10 +68,7 @@ def _look_away(round: int, metrics: dict[str, Any] | None) -> None:
 
 def print_comparison(folder: Path) -> None:
     """The table of a finished comparison."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, FILE_WIDTH))
-    console.print(comparison_table(summarise(folder)))
+    print_table(comparison_table(summarise(folder)))
 
 
 def comparison_table(summary: Mapping[str, Any]) -> Table:
@@ -135,8 +134,19 @@ def write_comparison(folder: Path) -> Path:
         write_whole(folder / "plots" / f"{name}.svg", svg)
     write_whole(folder / "summary.json", to_json(summary, indent=2) + "\n")
     write_whole(folder / "results.csv", _csv(summary))
-    write_whole(folder / "report.html", _page(folder, summary, pictures))
+    write_whole(folder / "report.html", page_of(_story(folder), summary=_results(summary, pictures)))
     return folder / "report.html"
+
+
+def _story(folder: Path) -> Story:
+    """The runs of a finished comparison, by the names that its plan gives them."""
+    story, plan = read_story([folder]), read_plan(folder)
+    by_folder = {run.folder: run for run in story.runs}
+    lines = [
+        Line(case.name, [by_folder[f] for seed in plan.seeds if (f := run_folder(folder, case, seed)) in by_folder])
+        for case in plan.cases
+    ]
+    return story._replace(lines=[line for line in lines if line.runs])
 
 
 def _curves(folder: Path) -> dict[str, tuple[list[int], np.ndarray]]:
@@ -175,25 +185,27 @@ def _csv(summary: Mapping[str, Any]) -> str:
     return text.getvalue()
 
 
-def _page(folder: Path, summary: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
+def _results(summary: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
+    """The table with paired differences, and the map of a sweep."""
     head, *rows = _rows(summary)
-    cells = ["<tr>" + "".join(f"<th>{escape(cell)}" for cell in head) + "</tr>"]
-    cells += ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]
-    what = "Algorithms side by side" if summary["kind"] == "compare" else "A sweep of settings"
-    words = {
-        "accuracy": "Personal accuracy by round: mean over seeds, the band is its 95 % interval.",
-        "sweep": "Mean personal accuracy over seeds, %: on validation samples where there are some, else on the tests.",
-    }
-    figures = "".join(
-        f'<section><figure class="{name}">{inline_svg(svg)}<figcaption>{words[name]}</figcaption></figure></section>'
-        for name, svg in sorted(pictures.items(), reverse=True)
+    best = max(range(len(rows)), key=lambda i: (summary["cases"][i]["personal"] or {}).get("mean") or -1)
+    titles = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
+    lines = []
+    for i, (first, *cells) in enumerate(rows):
+        values = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        lines.append(f'<tr{" class=best" * (i == best)}><th scope="row">{escape(first)}</th>{values}</tr>')
+    says = (
+        f"{len(rows)} cases, {len(summary['seeds'])} seeds; runs of one seed share split, devices and samples. "
+        "Accuracies are in %, ± is half a 95 % interval over seeds, differences are paired by seed; to x %: the first "
+        "round at x and the bytes sent by then."
     )
-    body = (
-        f"<header><h1>{what}</h1><p>{len(summary['cases'])} cases, {len(summary['seeds'])} seeds; "
-        "runs of one seed share split, devices and samples. Accuracies are in %, ± is half a 95 % interval over seeds, "
-        "differences are paired by seed; to x %: the first round at x and the bytes sent by then.</p></header>"
-        f'<section><div class="wide"><table>{"".join(cells)}</table></div></section>{figures}'
-        f"<section><details><summary>config.toml</summary><pre>"
-        f"{escape((folder / 'config.toml').read_text(encoding='utf-8'))}</pre></details></section>"
+    figures = ""
+    if "sweep" in pictures:
+        words = "Mean personal accuracy, %: on validation samples where there are some, else on the tests."
+        figures = (
+            f'<figure class="picture sweep">{inline_svg(pictures["sweep"])}<figcaption>{words}</figcaption></figure>'
+        )
+    return (
+        f'<h2>Results</h2><p class="say">{says}</p><div class="wide" role="region" tabindex="0" aria-label="results">'
+        f'<table class="sorts"><thead><tr>{titles}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>{figures}'
     )
-    return html_page(what, body)

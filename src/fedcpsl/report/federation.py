@@ -8,6 +8,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from fedcpsl.report.fitting import print_table
+
 
 def print_status(status: Mapping[str, Any]) -> None:
     """Devices, round, accuracy, who is late."""
@@ -34,7 +36,7 @@ def print_status(status: Mapping[str, Any]) -> None:
     for name, problem in status["strangers"].items():
         table.add_row(name, "-", "-", "-", "-", problem)
     console = Console()
-    console.print(table)
+    print_table(table, console)
     if status["privacy"]:
         private = status["privacy"]
         console.print(

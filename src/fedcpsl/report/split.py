@@ -48,7 +48,7 @@ def class_picture(federation: Federation) -> Table:
     grid.add_column("device")
     seen = [federation.class_counts(role) for role in (LABELLED, UNLABELLED)]
     for name in ("labelled", "unlabelled"):
-        grid.add_column(f"{name}, most {seen[name == 'unlabelled'].max()}")
+        grid.add_column(f"{name}, most {seen[name == 'unlabelled'].max()}", no_wrap=True)
     for i, name in enumerate(federation.names[:MOST_DEVICES]):
         grid.add_row(name, *(_shaded(counts[i], counts.max()) for counts in seen))
     if federation.devices > MOST_DEVICES:

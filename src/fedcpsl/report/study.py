@@ -12,10 +12,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from fedcpsl.report.comparison import FILE_WIDTH, curve_of
+from fedcpsl.report.comparison import curve_of
+from fedcpsl.report.fitting import print_table
 from fedcpsl.report.matrices import Cell, Matrix, cells_of, judged, matrices, mean_gaps
-from fedcpsl.report.page import html_page, inline_svg
+from fedcpsl.report.page import inline_svg, page_of
 from fedcpsl.report.plots import maps, panels_of_curves, rate, trend
+from fedcpsl.report.story import Line, Story, try_story
 from fedcpsl.runs.comparison import interval
 from fedcpsl.runs.files import write_whole
 from fedcpsl.runs.folder import read_manifest, read_metrics, read_run_config
@@ -42,8 +44,6 @@ def write_study(folder: Path, study: Study, dataset: str, seeds: Sequence[int]) 
 def print_study(study: Study, dataset: str, cells: Sequence[Cell]) -> None:
     """The tables of a study in the terminal."""
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, FILE_WIDTH))
     console.print(f"[bold]{study.title}[/], {dataset}")
     for matrix in matrices(study, dataset, cells):
         table = Table(caption=matrix.caption, caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
@@ -51,7 +51,7 @@ def print_study(study: Study, dataset: str, cells: Sequence[Cell]) -> None:
             table.add_column(column, justify="left" if k == 0 else "right")
         for row in matrix.rows:
             table.add_row(*row)
-        console.print(table)
+        print_table(table, console)
 
 
 def _picture(study: Study, cells: Sequence[Cell]) -> str:
@@ -82,9 +82,9 @@ def _trends(study: Study, cells: Sequence[Cell]) -> dict[str, list[tuple[str, fl
 
 
 def _maps(cells: Sequence[Cell]) -> str:
-    """A map over the last two settings of the grid for every row, panel and value of the others."""
-    y, x = list(cells[0].line.point)[-2:]
-    ys, xs = (list(dict.fromkeys(cell.line.point[key] for cell in cells)) for key in (y, x))
+    """A map over the last two settings of the grid (a strip for one) for every row, panel and value of the others."""
+    y, x = ["", *cells[0].line.point][-2:]
+    ys, xs = (list(dict.fromkeys(cell.line.point.get(key, "") for cell in cells)) for key in (y, x))
     panels: dict[str, Any] = {}
     for cell in cells:
         point = cell.line.point
@@ -92,7 +92,7 @@ def _maps(cells: Sequence[Cell]) -> str:
         title = ", ".join([cell.line.row, *([cell.line.panel] if cell.line.panel else []), *rest])
         table = panels.setdefault(title, np.full((len(ys), len(xs)), np.nan))
         value = judged(cell)[0]
-        table[ys.index(point[y]), xs.index(point[x])] = value if np.isfinite(value) else np.nan
+        table[ys.index(point.get(y, "")), xs.index(point[x])] = value if np.isfinite(value) else np.nan
     return maps(panels, (x.partition(".")[2], list(map(str, xs))), (y.partition(".")[2], list(map(str, ys))))
 
 
@@ -172,13 +172,29 @@ def _page(
 ) -> str:
     sections = []
     for matrix in tables:
-        head = "".join(f"<th>{escape(cell)}</th>" for cell in matrix.head)
+        head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in matrix.head)
         rows = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in matrix.rows)
-        table = f'<div class="wide"><table><tr>{head}</tr>{rows}</table></div>'
-        sections.append(f"<section><p>{escape(matrix.caption)}</p>{table}</section>")
-    body = (
-        f"<header><h1>{escape(study.title)} <span>on {escape(dataset)}</span></h1>"
-        f"<p>{escape(made_with(cells, seeds))}</p></header>"
-        f"<section><figure>{inline_svg(picture)}</figure></section>{''.join(sections)}"
+        caption = escape(matrix.caption, quote=True)
+        sections.append(
+            f'<p class="say">{caption}</p><div class="wide" role="region" tabindex="0" aria-label="{caption}">'
+            f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+        )
+    results = (
+        f'<h2>Results</h2><p class="say">{escape(made_with(cells, seeds))}</p>{"".join(sections)}'
+        f'<figure class="picture">{inline_svg(picture)}</figure>'
     )
-    return html_page(f"{study.title} on {dataset}", body)
+    return page_of(_story(cells), f"{study.title} on {dataset}", results)
+
+
+def _story(cells: Sequence[Cell]) -> Story:
+    """The runs of a study by row and panel; what two of its places share is told once."""
+    found = try_story([folder for cell in cells for folder in cell.folders])
+    by_folder = {run.folder: run for run in found.runs}
+    lines: dict[tuple[Path, ...], Line] = {}
+    for cell in cells:
+        runs = [by_folder[folder] for folder in cell.folders if folder in by_folder]
+        point = [f"{key.partition('.')[2]}={value}" for key, value in cell.line.point.items()]
+        name = ", ".join(word for word in (cell.line.row, cell.line.panel, *point) if word)
+        if runs:
+            lines.setdefault(tuple(run.folder for run in runs), Line(name, runs))
+    return found._replace(lines=list(lines.values()))

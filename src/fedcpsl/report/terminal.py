@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -14,7 +15,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
+from fedcpsl.report.fitting import FOR_BARS, that_fit
 from fedcpsl.runs.diary import Watch
 from fedcpsl.runs.experiment import Experiment
 from fedcpsl.schedule import draw_active, draw_steps
@@ -25,7 +28,8 @@ MODELS = ("personal", "global", "localized")
 @contextmanager
 def progress(rounds: int, done: int, console: Console) -> Iterator[Watch]:
     """A bar with rounds, accuracy and time left, fed by the run."""
-    columns = (
+    columns = that_fit(
+        console,
         TextColumn("[bold]round"),
         MofNCompleteColumn(),
         BarColumn(bar_width=None),
@@ -33,16 +37,33 @@ def progress(rounds: int, done: int, console: Console) -> Iterator[Watch]:
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
+        narrow=(0, 1, 2, 6),
     )
-    with Progress(*columns, console=console, expand=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=rounds, completed=done, personal="  -  ", general="  -  ")
+    bar = Progress(*columns, console=console, expand=True, disable=not console.is_terminal)
+    task = bar.add_task("", total=rounds, completed=done, personal="  -  ", general="  -  ")
+    curve: list[float] = []
+    news = Text(no_wrap=True, overflow="ellipsis")
 
-        def watch(round: int, metrics: dict[str, Any] | None) -> None:
-            bar.update(task, completed=round)
-            if metrics:
-                bar.update(task, personal=percent(metrics["personal"]), general=percent(metrics["global"]))
+    def watch(round: int, metrics: dict[str, Any] | None) -> None:
+        bar.update(task, completed=round)
+        if metrics:
+            bar.update(task, personal=percent(metrics["personal"]), general=percent(metrics["global"]))
+            curve.append(metrics["personal"]["mean"] or 0.0)
+            news.plain = f"{sparkline(curve, 24):24}  {_news(metrics)}"
 
+    if not console.is_terminal:
         yield watch
+        return
+    with Live(Group(bar, news) if console.width >= FOR_BARS else bar, console=console, refresh_per_second=8):
+        yield watch
+
+
+def _news(metrics: Mapping[str, Any]) -> str:
+    """What a round came to, beside its mean accuracies."""
+    facts = [f"worst tenth {percent(metrics['personal'], 'worst_tenth')}"]
+    if metrics["pseudo_label_accuracy"] is not None:
+        facts.append(f"pseudo-labels right {percent(metrics, 'pseudo_label_accuracy')}")
+    return "  ".join([*facts, f"uplink {size(metrics['uplink_bytes'])}"])
 
 
 def percent(summary: Mapping[str, Any] | None, key: str = "mean") -> str:
@@ -103,6 +124,6 @@ def planned_steps(experiment: Experiment) -> tuple[int, int]:
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
     """A small curve of accuracies from 0 to 1 for the terminal."""
-    bars = "▁▂▃▄▅▆▇█"
-    chosen = [values[round(i * (len(values) - 1) / max(width - 1, 1))] for i in range(min(width, len(values)))]
+    bars, shown = "▁▂▃▄▅▆▇█", min(width, len(values))
+    chosen = [values[round(i * (len(values) - 1) / max(shown - 1, 1))] for i in range(shown)]
     return "".join(bars[min(int(v * len(bars)), len(bars) - 1)] for v in chosen)

@@ -1,7 +1,5 @@
 """Running a config from start or from a checkpoint, into a folder."""
 
-import csv
-import io
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,21 +9,21 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from fedcpsl.config import Config, Data
 from fedcpsl.data.federation import Federation, Source
 from fedcpsl.data.ondemand import OnDemand
-from fedcpsl.data.scaling import Scaling
 from fedcpsl.data.sources import data_folders, load_federation, load_source, resolve
 from fedcpsl.errors import InputError, RunError
-from fedcpsl.evaluation import Evaluation, evaluate
+from fedcpsl.evaluation import evaluate
 from fedcpsl.models import choose_model, make_model
 from fedcpsl.runs import folder as files
-from fedcpsl.runs.checkpoint import checkpoints, drop_checkpoints, load_checkpoint, save_checkpoint, save_tensors
+from fedcpsl.runs.checkpoint import checkpoints, drop_checkpoints, load_checkpoint, save_checkpoint
 from fedcpsl.runs.diary import Diary, Watch
 from fedcpsl.runs.files import write_whole
+from fedcpsl.runs.final import device_table, save_models
+from fedcpsl.runs.holdings import write_holdings
 from fedcpsl.runs.leader import begin, go_on
 from fedcpsl.runs.manifest import environment, make_manifest, now
 from fedcpsl.schedule import stream
@@ -133,6 +131,7 @@ def start_together(members: Sequence[Member]) -> list[Outcome]:
     for member in members:
         manifest = make_manifest(member.experiment.setup, member.experiment.federation, company)
         files.create(member.folder, member.experiment.config, manifest)
+        write_holdings(member.folder, member.experiment.federation)
     with _all_locked(members), _named(members):
         begin(members[0].folder, _known(members), [])
         return _run(members, None)
@@ -230,8 +229,8 @@ def _run(members: Sequence[Member], from_states: Sequence[State] | None) -> list
     evaluations = diary.latest or [evaluate(state) for state in states]
     for member, state, evaluation in zip(members, states, evaluations, strict=True):
         if config.run.keep == "models":
-            _save_models(member.folder, state, member.experiment.federation.scaling)
-        write_whole(member.folder / "devices.csv", _device_table(state, evaluation))
+            save_models(member.folder, state, member.experiment.federation.scaling)
+        write_whole(member.folder / "devices.csv", device_table(state, evaluation))
         if config.run.keep == "metrics":
             drop_checkpoints(member.folder)
     return [Outcome(member.folder, state.round, finished=True) for member, state in zip(members, states, strict=True)]
@@ -248,37 +247,6 @@ def _named(members: Sequence[Member]) -> Iterator[None]:
         named = RunError(f"{members[error.run].folder}: {error}")
         named.run = error.run
         raise named from error
-
-
-def _save_models(folder: Path, state: State, scaling: Scaling | None) -> None:
-    network = state.setup.method.network
-    alone = state.setup.method.parts.alone
-    models = {} if alone else {f"global/{name}": t for name, t in network.named(state.server.theta).items()}
-    if state.setup.kept_method.parts.personal:
-        for i in range(state.setup.devices) if state.sparse is None else np.flatnonzero(state.sparse.there).tolist():
-            named = network.named(state.devices.theta_lc[i])
-            models |= {f"device{i}/localized/{name}": t for name, t in named.items()}
-        models["beta"] = state.setup.hyper.beta
-    if scaling:
-        models |= {"input/shift": torch.from_numpy(scaling.shift), "input/scale": torch.from_numpy(scaling.scale)}
-    numbers = {"round": state.round, "devices": state.setup.devices}
-    save_tensors(folder / "models.safetensors", models, numbers, state.sparse)
-
-
-def _device_table(state: State, evaluation: Evaluation) -> str:
-    setup = state.setup
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(["device", "name", "labelled", "unlabelled", "active_rounds", "personal", "global", "localized"])
-    shown = (evaluation.personal, evaluation.general, evaluation.localized)
-    listed: Sequence[int] = range(setup.devices)
-    if state.sparse is not None:
-        listed = sorted({*np.flatnonzero(state.sparse.there).tolist(), *evaluation.personal.devices})
-    for i in listed:
-        accuracies = [a.devices.get(i, "") if a else "" for a in shown]
-        sizes = (setup.sizes.labelled[i], setup.sizes.unlabelled[i])
-        table.writerow([i, setup.names[i], *sizes, state.active_rounds[i], *accuracies])
-    return text.getvalue()
 
 
 def with_whole_paths(data: Data) -> Data:

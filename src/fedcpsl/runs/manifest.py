@@ -31,6 +31,9 @@ def make_manifest(setup: Setup, federation: Federation | OnDemand, company: Sequ
         "split_sha256": federation.digest,
         "devices": federation.devices,
         "classes": federation.classes,
+        "class_names": list(federation.class_names),
+        "input_shape": list(federation.shape),
+        "features": list(federation.features),
         "parameters": setup.method.network.initial.numel(),
         "layout": {
             "executor": setup.executor,

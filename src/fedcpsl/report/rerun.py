@@ -1,0 +1,41 @@
+"""How to run it again, and what it was made with."""
+
+import shlex
+from html import escape
+
+from fedcpsl.config import to_toml
+from fedcpsl.report.story import Line, Story
+
+MOST_CONFIGS = 12
+
+
+def rerun_section(story: Story) -> str:
+    """The command that was given, every setting, and the machine."""
+    commands = dict.fromkeys(shlex.join(run.manifest["command"]) for run in story.runs)
+    given = "".join(f"<pre>{escape(command)}</pre>" for command in list(commands)[:5])
+    configs = "".join(_config(line, is_open=len(story.lines) == 1) for line in story.lines[:MOST_CONFIGS])
+    left = len(story.lines) - MOST_CONFIGS
+    more = f'<p class="say">{left} more lie in the runs’ folders.</p>' if left > 0 else ""
+    return (
+        f'<h2>Run it again</h2><p class="say">It was made with</p>{given}'
+        '<p class="say">Or save the settings below, in which nothing is left to chance or default, as '
+        "<code>config.toml</code>, and give</p><pre>fedcpsl run config.toml</pre>"
+        f"{configs}{more}{_made_with(story)}"
+    )
+
+
+def _config(line: Line, *, is_open: bool) -> str:
+    run = line.runs[0]
+    others = f" (others: --seed {', '.join(str(r.seed) for r in line.runs[1:])})" if len(line.runs) > 1 else ""
+    title = f"<b>config.toml</b> of {escape(line.name)}, seed {run.seed}{others}"
+    opened = " open" if is_open else ""
+    return f"<details{opened}><summary>{title}</summary><pre>{escape(to_toml(run.config))}</pre></details>"
+
+
+def _made_with(story: Story) -> str:
+    manifest = story.runs[0].manifest
+    facts = {key: value for key, value in manifest.items() if key not in ("command", "resumed")}
+    facts["resumed"] = f"{len(manifest.get('resumed', []))} times"
+    rows = "".join(f"<tr><td>{escape(k)}</td><td>{escape(str(v))}</td></tr>" for k, v in facts.items())
+    of = "" if len(story.runs) == 1 else ", the first run"
+    return f'<details><summary><b>Made with</b>{of}</summary><table class="facts">{rows}</table></details>'

@@ -1,0 +1,46 @@
+"""A run's devices, each training alone: what the others are worth to them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from fedcpsl.config import Config
+from fedcpsl.errors import InputError
+from fedcpsl.runs import folder as files
+from fedcpsl.runs.diary import Watch
+from fedcpsl.runs.experiment import build, resume, start
+from fedcpsl.settings import AUTO
+from fedcpsl.simulation.setup import choose_eta_lc
+
+FOLDER = "alone"
+
+
+def alone_config(config: Config) -> Config:
+    """The settings of a run for devices without a server, as a comparison would have them beside it."""
+    algorithm = config.algorithm
+    by_default = choose_eta_lc(replace(algorithm, eta_lc=AUTO), float(algorithm.eta))
+    eta_lc = AUTO if algorithm.eta_lc == by_default else algorithm.eta_lc
+    alone = replace(
+        algorithm,
+        name="local",
+        eta_lc=eta_lc,
+        unlabelled=AUTO,
+        personal=AUTO,
+        control_variates=AUTO,
+        momentum=AUTO,
+        normalised=AUTO,
+    )
+    run = replace(config.run, gaps=False, keep="metrics", executor=AUTO, slots=0, processes=AUTO, store=AUTO)
+    return replace(config, algorithm=alone, run=run, work=replace(config.work, two_phase=False))
+
+
+def train_alone(folder: Path, watch: Watch) -> Path | None:
+    """Train a run's devices alone into <folder>/alone, or go on with that; None where it was asked to stop."""
+    inside, config = folder / FOLDER, files.read_run_config(folder)
+    if files.is_finished(inside):
+        return inside
+    if (inside / "config.toml").is_file():
+        return inside if resume(inside, watch).finished else None
+    experiment = build(alone_config(config))
+    if experiment.federation.digest != files.read_manifest(folder)["split_sha256"]:
+        raise InputError(f"{folder}: the data has changed since the run began; put the old data back")
+    return inside if start(experiment, inside, watch).finished else None

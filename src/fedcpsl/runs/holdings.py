@@ -1,0 +1,74 @@
+"""Who holds what, kept in a run's folder: samples by device and class."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from fedcpsl.config import Config
+from fedcpsl.data.federation import Federation
+from fedcpsl.data.ondemand import OnDemand
+from fedcpsl.data.roles import LABELLED, UNLABELLED
+from fedcpsl.data.sources import load_federation
+from fedcpsl.errors import InputError, RunError
+from fedcpsl.runs.files import to_json, write_whole
+from fedcpsl.runs.folder import read_manifest
+
+MOST_DEVICES, MOST_CLASSES = 60, 40
+FILE = "split.json"
+
+
+class Holdings(NamedTuple):
+    """Samples of the first devices by class, [devices][classes]; `unknown` are unlabelled ones of unknown class."""
+
+    devices: int  # of the whole federation
+    names: list[str]
+    classes: list[str]
+    labelled: list[list[int]]
+    unlabelled: list[list[int]]
+    unknown: list[int]
+
+
+def holdings_of(federation: Federation | OnDemand) -> Holdings:
+    """Counts of the first devices and classes."""
+    shown = min(MOST_DEVICES, federation.devices)
+    few = federation if isinstance(federation, Federation) else federation.held(range(shown))
+    names = federation.class_names or tuple(map(str, range(federation.classes)))
+    labelled, unlabelled = (few.class_counts(role)[:shown] for role in (LABELLED, UNLABELLED))
+    unknown = few.counts[:shown, UNLABELLED] - unlabelled.sum(1)
+    return Holdings(
+        devices=federation.devices,
+        names=[str(name) for name in federation.names[:shown]],
+        classes=[str(name) for name in names[:MOST_CLASSES]],
+        labelled=np.asarray(labelled)[:, :MOST_CLASSES].tolist(),
+        unlabelled=np.asarray(unlabelled)[:, :MOST_CLASSES].tolist(),
+        unknown=unknown.tolist(),
+    )
+
+
+def filled(holdings: Holdings) -> int:
+    """How many cells of the two tables are not empty."""
+    return sum(n > 0 for rows in (holdings.labelled, holdings.unlabelled) for row in rows for n in row)
+
+
+def write_holdings(folder: Path, federation: Federation | OnDemand) -> None:
+    """split.json into a run's folder."""
+    write_whole(folder / FILE, to_json(holdings_of(federation)._asdict()) + "\n")
+
+
+def read_holdings(folder: Path, config: Config) -> Holdings | str:
+    """What a run's folder says, or its data where the folder is from before; or why nobody can tell."""
+    try:
+        return Holdings(**json.loads((folder / FILE).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError) as error:
+        return f"{folder / FILE} cannot be read: {error}"
+    try:
+        federation = load_federation(config.data, config.run.seed)
+    except (InputError, RunError, OSError) as error:
+        return f"the data cannot be read: {error}"
+    if federation.digest != read_manifest(folder)["split_sha256"]:
+        return "the data has changed since the run began"
+    return holdings_of(federation)

@@ -1,0 +1,234 @@
+"""A run's metrics to TensorBoard, W&B or MLflow while it goes on. A tracker that fails never stops a run."""
+
+import json
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedcpsl.errors import InputError
+from fedcpsl.runs.companies import Announce, Planned
+from fedcpsl.runs.diary import Watch
+from fedcpsl.runs.files import to_json, write_whole
+from fedcpsl.runs.folder import is_finished, read_run_config
+
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+PROJECT = "fedcpsl"  # of W&B, and the experiment of MLflow, unless the environment names others
+IDS = "tracker.json"  # by which a resumed run finds what it wrote to before
+Values = dict[str, float]
+
+
+class Tracker(NamedTuple):
+    """A run in a tracker: takes a round's values, is told the end, and says where to look."""
+
+    write: Callable[[int, Values], None]
+    close: Callable[[bool], None]  # whether the run is finished
+    where: str
+
+
+def require(name: str) -> None:
+    """Refuse a tracker that cannot work before anything is run."""
+    if find_spec(name) is None:
+        raise InputError(f"--tracker {name}: is not installed; give: pip install 'fedcpsl[{name}]'")
+    if name == "wandb" and _wandb_is_locked():
+        raise InputError("--tracker wandb: not logged in; give `wandb login` first, or set WANDB_MODE=offline")
+
+
+def _wandb_is_locked() -> bool:
+    import wandb
+
+    mode = os.environ.get("WANDB_MODE") or wandb.setup().settings.mode
+    return mode == "online" and not wandb.login(prompt=False)
+
+
+class Tracking(NamedTuple):
+    """What has runs tracked."""
+
+    also: Callable[[Path, Watch], Watch]  # a run's watch that tells the tracker too
+    where: list[str]  # where to look, for every run that was tracked
+
+
+@contextmanager
+def tracking(name: str | None) -> Iterator[Tracking]:
+    """Send the metrics of runs to a tracker as well; with no name, to none."""
+    tracked: list[_Tracked] = []
+    where: list[str] = []
+
+    def also(folder: Path, watch: Watch) -> Watch:
+        if name is None:
+            return watch
+        one = _Tracked(name, folder, where)
+        tracked.append(one)
+
+        def both(round: int, metrics: dict[str, Any] | None) -> None:
+            watch(round, metrics)
+            if metrics:
+                one.tell(round, metrics)
+
+        return both
+
+    try:
+        yield Tracking(also, where)
+    finally:
+        for one in tracked:
+            one.end()
+
+
+def announcing(announce: Announce, also: Callable[[Path, Watch], Watch]) -> Announce:
+    """The same for many runs: every run is tracked by itself."""
+
+    def announced(company: Sequence[Planned], done: int) -> Sequence[Watch]:
+        watches = announce(company, done)
+        return [also(run.folder, watch) for run, watch in zip(company, watches, strict=True)]
+
+    return announced
+
+
+class _Tracked:
+    """A run's tracker, opened at its first metrics and given up at its first failure."""
+
+    def __init__(self, name: str, folder: Path, where: list[str]) -> None:
+        self._name, self._folder, self._where = name, folder, where
+        self._tracker: Tracker | None = None
+        self._given_up = False
+
+    def tell(self, round: int, metrics: Mapping[str, Any]) -> None:
+        if self._given_up:
+            return
+        with self._guarded(f"round {round}"):
+            if self._tracker is None:
+                self._tracker = OPEN[self._name](self._folder, round)
+                self._where.append(self._tracker.where)
+            self._tracker.write(round, flat_values(metrics))
+
+    def end(self) -> None:
+        if self._tracker and not self._given_up:
+            with self._guarded("the end"):
+                self._tracker.close(is_finished(self._folder))
+
+    @contextmanager
+    def _guarded(self, when: str) -> Iterator[None]:
+        """Whatever a tracker raises is said once, and the run goes on without it."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of libraries that are not ours
+                yield
+        except Exception as error:
+            self._given_up = True
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            print(
+                f"fedcpsl: {self._folder}: {self._name} failed at {when} and gets no more of this run, which goes on: "
+                f"{reason}",
+                file=sys.stderr,
+            )
+
+
+def flat_values(metrics: Mapping[str, Any], before: str = "") -> Values:
+    """Every number of a line of metrics, as personal/mean; what is null is left out."""
+    found: Values = {}
+    for key, value in metrics.items():
+        if isinstance(value, Mapping):
+            found |= flat_values(value, f"{before}{key}/")
+        elif isinstance(value, int | float) and key != "round":
+            found[f"{before}{key}"] = float(value)
+    return found
+
+
+def flat_config(folder: Path) -> dict[str, Any]:
+    """Every setting of a run, as section.key."""
+    sections = asdict(read_run_config(folder))
+    return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+
+
+def _known_id(folder: Path, name: str) -> str | None:
+    path = folder / IDS
+    found = json.loads(path.read_text(encoding="utf-8")).get(name) if path.exists() else None
+    return str(found) if found else None
+
+
+def _keep_id(folder: Path, name: str, value: str) -> None:
+    path = folder / IDS
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    write_whole(path, to_json(known | {name: value}) + "\n")
+
+
+def _open_tensorboard(folder: Path, round: int) -> Tracker:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=round, flush_secs=5)
+    if round == 0:
+        settings = "\n".join(f"    {key} = {value}" for key, value in flat_config(folder).items())
+        writer.add_text("config", settings, round)
+
+    def write(round: int, values: Values) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, round)
+
+    return Tracker(write, lambda _: writer.close(), f"tensorboard --logdir {folder / 'tensorboard'}")
+
+
+def _open_wandb(folder: Path, round: int) -> Tracker:  # noqa: ARG001
+    import wandb
+
+    run: Any = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        dir=str(folder),
+        name=folder.name,
+        id=_known_id(folder, "wandb"),
+        config=flat_config(folder),
+        resume="allow",
+        reinit="create_new",  # several runs may go side by side
+        settings=wandb.Settings(silent=True, console="off"),
+    )
+    _keep_id(folder, "wandb", run.id)
+    where = f"wandb sync {run.settings.sync_dir}" if run.offline else str(run.url)
+    return Tracker(
+        lambda round, values: run.log(values, step=round),
+        lambda finished: run.finish(exit_code=0 if finished else 1),
+        where,
+    )
+
+
+def _open_mlflow(folder: Path, round: int) -> Tracker:  # noqa: ARG001
+    import mlflow
+    from mlflow.entities import Metric, Param
+
+    for noisy in ("mlflow", "alembic"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    client = mlflow.MlflowClient()
+    run_id = _known_id(folder, "mlflow") or _new_mlflow_run(client, folder)
+    settings = [Param(key, str(value)[:500]) for key, value in flat_config(folder).items()]
+    client.log_batch(run_id, params=settings)
+    client.update_run(run_id, status="RUNNING")
+
+    def write(round: int, values: Values) -> None:
+        now = int(time.time() * 1000)
+        client.log_batch(run_id, metrics=[Metric(name, value, now, round) for name, value in values.items()])
+
+    def close(finished: bool) -> None:
+        client.set_terminated(run_id, "FINISHED" if finished else "KILLED")
+
+    return Tracker(write, close, f"mlflow ui --backend-store-uri {mlflow.get_tracking_uri()}")
+
+
+def _new_mlflow_run(client: Any, folder: Path) -> str:
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+    experiment = client.get_experiment_by_name(name)
+    number = experiment.experiment_id if experiment else client.create_experiment(name)
+    run_id = str(client.create_run(number, run_name=folder.name).info.run_id)
+    _keep_id(folder, "mlflow", run_id)
+    return run_id
+
+
+OPEN: dict[str, Callable[[Path, int], Tracker]] = {
+    "tensorboard": _open_tensorboard,
+    "wandb": _open_wandb,
+    "mlflow": _open_mlflow,
+}
