@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from fedcpsl.runs.checkpoint import drop_checkpoints
+
 from .command import environment, fedcpsl, spawn
 
 RUN = ["run", "--rounds", "40", "--devices", "5", "--active", "3", "--loss-rate", ".2", "--set", "model.hidden=[30]"]
@@ -198,3 +200,12 @@ def test_resume_takes_no_other_settings(tmp_path):
     assert "give it alone" in done.stderr
     assert fedcpsl("run", "--resume", "nowhere", cwd=tmp_path).returncode == 2
     assert list(Path(tmp_path).iterdir()) == []
+
+
+def test_a_checkpoint_that_a_kill_left_half_written_goes_with_the_others(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    for name in ("round-0000002.safetensors", ".round-0000003.safetensors.partial"):
+        (tmp_path / "checkpoints" / name).write_bytes(b"")
+    drop_checkpoints(tmp_path)
+    assert not list(tmp_path.iterdir())
+    drop_checkpoints(tmp_path)

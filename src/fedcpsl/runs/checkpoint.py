@@ -1,6 +1,7 @@
 """A simulation's state as one safetensors file, with a checksum of its content."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import sha256
 from math import prod
@@ -70,10 +71,8 @@ def save_checkpoint(folder: Path, state: State) -> None:
 
 def drop_checkpoints(folder: Path) -> None:
     """Once a run is finished, for one that keeps its metrics alone."""
-    for path in checkpoints(folder):
-        path.unlink()
     if (folder / "checkpoints").exists():
-        (folder / "checkpoints").rmdir()
+        shutil.rmtree(folder / "checkpoints")  # with what a kill may have left half written
 
 
 def load_checkpoint(path: Path, setup: Setup) -> State:
