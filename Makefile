@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-.PHONY: demo test soak soak-calm check lint docs bench bench-cifar bench-devices bench-processes bench-gpu bench-peers bench-federation uplink large-table clean
+.PHONY: demo test soak soak-calm soak-hosts soak-systemd flower-app check lint docs notebooks bench bench-cifar bench-devices bench-processes bench-gpu bench-peers bench-federation uplink large-table clean
 
 demo: .venv/ready
 	$(BIN)/fedcpsl run
@@ -20,6 +20,10 @@ lint: .venv/ready-dev
 docs: .venv/ready-dev
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
+
+# run the notebooks and save what they give
+notebooks: .venv/ready-dev
+	env -u FEDCPSL_DATA $(BIN)/python -m tests.notebooks
 
 # what CI runs
 check: lint docs test
@@ -53,6 +57,18 @@ soak: .venv/ready-dev
 
 soak-calm: .venv/ready-dev
 	$(BIN)/python -m tests.soak_federation --calm --rounds 5
+
+# a server behind nginx and two devices, each in a network namespace of its own; as root
+soak-hosts: .venv/ready-dev
+	@$(BIN)/python -m tests.soak_hosts
+
+# the units of deploy/ under a systemd of its own, by the commands of deploy/README.md; as root
+soak-systemd: .venv/ready-dev
+	@$(BIN)/python -m tests.soak_systemd
+
+# the commands of "a plain Flower app" in docs/federation.md
+flower-app: .venv/ready-dev
+	@$(BIN)/python -m tests.flower_app
 
 bench-federation: .venv/ready-dev
 	@$(BIN)/python benchmarks/federation.py

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,9 +51,17 @@ class Desk:
     """A folder with a job, keys and the data of some devices, and the processes started there."""
 
     def __init__(
-        self, folder: Path, devices: int, rounds: int, active: int, deadline: float = 60, least: int = 0
+        self,
+        folder: Path,
+        devices: int,
+        rounds: int,
+        active: int,
+        deadline: float = 60,
+        least: int = 0,
+        names: Sequence[str] = (),
+        host: str = "127.0.0.1",
     ) -> None:
-        self.folder, self.names = folder, [f"dev{i}" for i in range(devices)]
+        self.folder, self.names = folder, list(names) or [f"dev{i}" for i in range(devices)]
         self.address = f"127.0.0.1:{free_port()}"
         self.processes: dict[str, subprocess.Popen[str]] = {}
         text = JOB.format(devices=least or devices, rounds=rounds, active=active, deadline=deadline)
@@ -60,7 +69,7 @@ class Desk:
         for i, name in enumerate(self.names):
             np.savez(folder / f"{name}.npz", **samples_of(i, devices))
         made = subprocess.run(
-            [*self.fedcpsl, "keys", "keys", "--server", "127.0.0.1", "--devices", *self.names],
+            [*self.fedcpsl, "keys", "keys", "--server", host, "--devices", *self.names],
             cwd=folder,
             capture_output=True,
             text=True,
@@ -75,11 +84,11 @@ class Desk:
         port = self.address.rpartition(":")[2]
         self._start("server", "serve", "job.toml", "--keys", "keys", "--folder", "server", "--port", port)
 
-    def join(self, name: str, *, data: str = "", odd: str = "") -> None:
+    def join(self, name: str, *, data: str = "", odd: str = "", address: str = "", share: bool = True) -> None:
         """Start a device; an odd one is a process of tests.odd_device."""
         data = data or f"{name}.npz"
-        words = ["join", self.address, "--data", data, "--name", name, "--keys", "keys", "--share-accuracy"]
-        self._start(name, *words, odd=odd)
+        words = ["join", address or self.address, "--data", data, "--name", name, "--keys", "keys"]
+        self._start(name, *words, *(["--share-accuracy"] if share else []), odd=odd)
 
     def _start(self, called: str, *words: str, odd: str = "") -> None:
         program = [sys.executable, "-m", "tests.odd_device", odd] if odd else self.fedcpsl
@@ -106,6 +115,13 @@ class Desk:
                 return status
             time.sleep(0.3)
         raise AssertionError(f"not in {seconds} s: {self.status()}\n{self.logs()}")
+
+    def wait_for_word(self, who: str, word: str, seconds: float) -> None:
+        """Wait until a process has said something."""
+        end = time.monotonic() + seconds
+        while word not in (self.folder / f"{who}.log").read_text():
+            assert time.monotonic() < end, self.logs()
+            time.sleep(0.2)
 
     def logs(self) -> str:
         files = [*self.folder.glob("*.log"), *self.folder.glob("server/logs/*.log")]

@@ -2,6 +2,7 @@
 
 import http.client
 import http.server
+import json
 import re
 import shutil
 import ssl
@@ -136,11 +137,12 @@ class Upstream(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def configuration(folder, keys, front, back):
+def configuration(folder, keys, front, back, status):
     site = (DEPLOY / "nginx.conf").read_text()
     for told, here in {
         "listen 443 ssl": f"listen 127.0.0.1:{front} ssl",
         "127.0.0.1:8443": f"127.0.0.1:{back}",
+        "127.0.0.1:8444": f"127.0.0.1:{status}",
         "/etc/fedcpsl/keys": str(keys),
         "/var/log/nginx": str(folder),
     }.items():
@@ -161,24 +163,29 @@ def configuration(folder, keys, front, back):
 @pytest.fixture(scope="module")
 def front(tmp_path_factory):
     """A port where a real nginx listens, before a stand-in for the SuperLink with the same certificate."""
-    pytest.importorskip("cryptography", reason="cryptography is not installed: pip install 'fedcpsl[flower]'")
+    pytest.importorskip("flwr", reason="flwr is not installed: pip install 'fedcpsl[flower]'")
     from fedcpsl.flower import keys
+    from fedcpsl.flower.status_server import answering
 
     folder = tmp_path_factory.mktemp("nginx")
     keys.make_authority(folder)
     keys.make_server_certificate(folder, ["fl.example.org"])
+    keys.make_operator_key(folder)
     upstream = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Upstream)
     secured = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     secured.load_cert_chain(folder / "server.crt", folder / "server.key")
     upstream.socket = secured.wrap_socket(upstream.socket, server_side=True)
     thread = threading.Thread(target=upstream.serve_forever)
     thread.start()
-    port = free_port()
-    main = configuration(folder, folder, port, upstream.server_port)
+    port, status_port = free_port(), free_port()
+    main = configuration(folder, folder, port, upstream.server_port, status_port)
     checked = subprocess.run([nginx, "-t", "-q", "-p", folder, "-c", main], capture_output=True, text=True)
     assert (checked.returncode, checked.stderr) == (0, "")
     try:
-        with Supervisor({"PATH": "/usr/sbin:/usr/bin"}, folder / "logs") as programs:
+        with (
+            Supervisor({"PATH": "/usr/sbin:/usr/bin"}, folder / "logs") as programs,
+            answering(folder, folder, "127.0.0.1", status_port, print),
+        ):
             programs.start("nginx", [nginx, "-p", str(folder), "-c", str(main)])
             end = time.monotonic() + 20
             while True:
@@ -249,6 +256,27 @@ def test_everything_else_is_refused_and_never_reaches_the_superlink(front, metho
 @pytest.mark.parametrize(("method", "path"), [("GET", "/v1/fleet/pull-messages"), ("POST", "/health")])
 def test_each_path_has_its_method(front, method, path):
     assert ask(*front, method, path)[0] == 403
+
+
+@needs_nginx
+def test_the_status_is_read_through_it_with_a_key(front):
+    from fedcpsl.flower.status_client import ask_status
+
+    port, folder = front
+    told = {"round": 3, "rounds": 5, "over": False, "updated": 1.0, "waiting_for": 0, "devices": [], "strangers": {}}
+    (folder / "status.json").write_text(json.dumps(told))
+    asked = ask_status(f"127.0.0.1:{port}", folder / "ca.crt", folder / "operator.key", "operator")
+    assert asked == told | {"privacy": None}
+    Upstream.seen.clear()
+    assert ask(*front, "GET", "/status")[0] == 401
+    for method, path in (
+        ("POST", "/status"),
+        ("GET", "/status?x=1"),
+        ("GET", "/status/"),
+        ("GET", "/x/../status"),
+    ):
+        assert ask(*front, method, path)[0] == 403, path
+    assert Upstream.seen == []
 
 
 @needs_nginx

@@ -1,8 +1,11 @@
 """The federation on Flower's message types, in one process: the same answers, and nothing undeclared leaves."""
 
 import json
+import re
 import socket
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ pytest.importorskip("flwr", reason="flwr is not installed: pip install 'fedcpsl[
 from flwr.app import ArrayRecord, ConfigRecord, Error, RecordDict
 from flwr.app import Message as FlowerMessage
 
+from fedcpsl.cli import run_command
 from fedcpsl.config import Data
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation import Lost, Message, predict, respond, serve, terms_of
@@ -22,11 +26,12 @@ from fedcpsl.federation.messages import HELLO, REFUSAL, TRAIN
 from fedcpsl.federation.privacy import strictest
 from fedcpsl.federation.protection import Protection
 from fedcpsl.federation.server_store import load_serving
+from fedcpsl.flower import client
 from fedcpsl.flower.conditions import Conditions, reluctance
 from fedcpsl.flower.frames import Blob, Frame, ask, pack, unpack
 from fedcpsl.flower.grid import GridTransport
 from fedcpsl.flower.job import read_job, server_terms
-from fedcpsl.flower.member import Desk, Owner, listen, predictor
+from fedcpsl.flower.member import UNFIT, Desk, Owner, listen, predictor
 from fedcpsl.flower.records import KIND, content_of, frame_of
 from fedcpsl.flower.server import rounds
 from fedcpsl.flower.tensors import frame_from, message_from
@@ -266,17 +271,23 @@ def test_a_job_runs_on_devices_that_know_nothing_but_their_data(tmp_path):
     assert torch.equal(kept.server.theta, states[-1].server.theta)
 
 
-def test_data_that_does_not_fit_the_job_is_refused_by_name(tmp_path):
+def test_data_that_does_not_fit_the_job_is_refused_and_only_the_device_is_told_why(tmp_path, caplog):
     for change, words in (
         (("shape = [6]", "shape = [5]"), r"an input has shape \[6\] where the job's is \[5\]"),
         (('["0", "1", "2"]', '["0", "1"]'), "the job has no class '2'"),
-        (('name = "mlp"', 'name = "os:system"'), "name a model of fedcpsl"),
     ):
         frame = Frame({"run": "r", "round": 0, "attempt": 0}, {}, JOB.replace(*change))
         answer = unpack(Desk(owner(tmp_path)).answer(pack(frame)), "it")
-        assert answer.header["kind"] == REFUSAL
-        with pytest.raises(RunError, match=words):
-            raise RunError(answer.header["reason"])
+        assert (answer.header["kind"], answer.header["reason"]) == (REFUSAL, UNFIT)
+        assert re.search(words, caplog.messages[-1])
+
+
+def test_a_job_that_is_wrong_is_refused_by_name(tmp_path):
+    text = JOB.replace('name = "mlp"', 'name = "os:system"')
+    frame = Frame({"run": "r", "round": 0, "attempt": 0}, {}, text)
+    answer = unpack(Desk(owner(tmp_path)).answer(pack(frame)), "it")
+    assert answer.header["kind"] == REFUSAL
+    assert "name a model of fedcpsl" in answer.header["reason"]
 
 
 def test_noise_has_its_price_told(tmp_path):
@@ -369,3 +380,37 @@ def test_a_devices_process_answers_over_its_socket(tmp_path):
     assert said.header["kind"] == REFUSAL
     with pytest.raises(RunError, match="is `fedcpsl join` up"):
         ask(tmp_path / "nobody", b"", 1)
+
+
+def test_a_device_whose_process_is_gone_names_no_file(tmp_path):
+    """Flower tells the server what its client app raises."""
+    message = FlowerMessage(content_of(Frame({"round": 1}, {})), 7, "train", ttl=5.0)
+    with pytest.raises(RunError) as raised:
+        client.answer(message, SimpleNamespace(node_config={"socket": str(tmp_path / "door")}))
+    assert str(raised.value) == "the device's own process could not be asked; is `fedcpsl join` up?"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["h:1", "--socket", "s"], "give no server, --keys or --insecure beside it"),
+        (["--socket", "s", "--insecure"], "give no server, --keys or --insecure beside it"),
+        ([], "HOST:PORT: give the server"),
+        (["h", "--insecure"], "give the server as HOST:PORT"),
+        (["--socket", "a.npz"], "a.npz: is a file of another kind"),
+        (["--socket", "no/such/folder"], "no socket can be made there"),
+        (["h:1", "--keys", "a.npz"], "a.npz/a: "),
+    ],
+)
+def test_joining_that_is_refused(tmp_path, monkeypatch, capsys, words, says):
+    monkeypatch.chdir(tmp_path)
+    np.savez("a.npz", x=np.zeros((4, 2)), y=np.array([0, 1, 0, 1]))
+    assert run_command(["join", *words, "--data", "a.npz", "--name", "a"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert says in said
+
+
+def test_where_the_app_is_said(capsys):
+    assert run_command(["federation", "app"]) == 0
+    assert (Path(capsys.readouterr().out.strip()) / "pyproject.toml").is_file()

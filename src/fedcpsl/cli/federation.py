@@ -1,4 +1,4 @@
-"""fedcpsl federation demo: real processes on this machine."""
+"""fedcpsl federation: real processes on this machine, and the app for Flower."""
 
 import argparse
 from pathlib import Path
@@ -23,6 +23,20 @@ def add(commands: Any) -> None:
     demo.add_argument("--rounds", type=int, default=6, help="[6]")
     demo.add_argument("--folder", type=Path, default=Path("federation-demo"), help="[federation-demo]")
     demo.set_defaults(command=_demo)
+    app = kinds.add_parser(
+        "app",
+        help="print where the Flower app is",
+        description="Print the folder of the Flower app, for `flwr run` on a SuperLink that you run yourself.",
+        allow_abbrev=False,
+    )
+    app.set_defaults(command=_app)
+
+
+def _app(parsed: argparse.Namespace) -> int:  # noqa: ARG001
+    from fedcpsl.flower import APP
+
+    print(APP)
+    return 0
 
 
 def _demo(parsed: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fedcpsl.cli.serve import secured
+from fedcpsl.cli.serve import key_of, secured
 from fedcpsl.errors import InputError
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -16,6 +16,8 @@ EXPLAINED = """What leaves this device, and nothing else:
                  and how many steps it took
   {accuracy}
   where it cannot take part, one line that says why
+Around it, Flower's envelope: the public half of its key and signatures with it, numbers of runs and messages, times
+(how long the work took among them), Flower's version. Without keys, its name too.
 What never leaves it: samples, labels, pseudo-labels, its localized model, its control variate.
 What it receives: the global model, the global control variate, the job's settings."""
 
@@ -27,7 +29,7 @@ def add(commands: Any) -> None:
         description="Join a server that `fedcpsl serve` runs. Samples, labels and the personal model stay here.",
         allow_abbrev=False,
     )
-    join.add_argument("server", metavar="HOST:PORT", help="the server")
+    join.add_argument("server", nargs="?", default="", metavar="HOST:PORT", help="the server")
     join.add_argument("--data", type=Path, required=True, metavar="FILE", help="an .npz, .csv, .tsv or .parquet file")
     join.add_argument("--label", default="", metavar="COLUMN", help="the column of a table that is the label")
     join.add_argument("--test-column", default="", metavar="COLUMN", help="the column that marks test rows")
@@ -35,6 +37,12 @@ def add(commands: Any) -> None:
     join.add_argument("--keys", type=Path, metavar="FOLDER", help="with ca.crt and this device's key, NAME")
     join.add_argument("--insecure", action="store_true", help="no TLS and no key; a server on this machine alone")
     join.add_argument("--folder", type=Path, metavar="FOLDER", help="where its state is kept [devices/NAME]")
+    join.add_argument(
+        "--socket",
+        type=Path,
+        metavar="FILE",
+        help="instead of a server: answer at this socket to a SuperNode that you run yourself",
+    )
     join.add_argument("--budget", default="", metavar="30s", help="most time for the work of a round")
     join.add_argument("--not-on-battery", action="store_true", help="sit out rounds while it runs on its battery")
     join.add_argument(
@@ -67,13 +75,18 @@ def _join(parsed: argparse.Namespace) -> int:
         shared = "its test accuracy" if parsed.share_accuracy else "(its test accuracy, only with --share-accuracy)"
         print(EXPLAINED.format(protected=protected, accuracy=shared))
         return 0
-    keys, budget = secured(parsed.keys, insecure=parsed.insecure), seconds(parsed.budget)
+    if parsed.socket and (parsed.server or parsed.keys or parsed.insecure):
+        raise InputError("--socket: give no server, --keys or --insecure beside it; your own SuperNode has these")
+    if not parsed.socket and not parsed.server:
+        raise InputError("HOST:PORT: give the server (or --socket, for a SuperNode that you run yourself)")
+    keys = None if parsed.socket else secured(parsed.keys, insecure=parsed.insecure)
+    budget = seconds(parsed.budget)
     if not parsed.data.exists():
         raise InputError(f"{parsed.data}: no such file")
     from fedcpsl.config import Data
     from fedcpsl.federation.protection import Protection, check_protection
     from fedcpsl.flower.conditions import Conditions
-    from fedcpsl.flower.joining import join
+    from fedcpsl.flower.joining import answer_at, join
     from fedcpsl.flower.member import Owner
 
     logging.basicConfig(level=logging.INFO, format="fedcpsl: %(message)s")
@@ -93,18 +106,11 @@ def _join(parsed: argparse.Namespace) -> int:
         raise InputError(f"--most-load {parsed.most_load:g}: give a number of at least 0")
     conditions = Conditions(not parsed.not_on_battery, parsed.most_load)
     owner = Owner(parsed.name, data, folder, budget, protection, parsed.share_accuracy, conditions)
-    key = None if keys is None else _key(keys, parsed.name)
+    if parsed.socket:
+        answer_at(parsed.socket, owner)
+    key = None if keys is None else key_of(keys, parsed.name)
     join(parsed.server, owner, None if keys is None else keys / "ca.crt", key, _say)
     return 0
-
-
-def _key(keys: Path, name: str) -> Path:
-    """The device's private key, in its own folder or in that of all keys."""
-    places = [keys / name, keys / "devices" / name]
-    found = next((place for place in places if place.is_file()), None)
-    if found is None:
-        raise InputError(f"{places[0]}: no such key; `fedcpsl keys` makes it")
-    return found
 
 
 def _say(text: str) -> None:

@@ -71,6 +71,8 @@ def _make_missing(
         yield keys.make_server_certificate(folder, hosts, keys.SERVER_DAYS if days is None else days)
     if not (folder / "server.secret").exists():
         yield keys.make_secret(folder)
+    if not (folder / "operator.pub").exists():
+        yield keys.make_operator_key(folder)
     for name in wanted:
         yield keys.make_device_key(folder, name)
 
@@ -81,7 +83,9 @@ def _who_gets_what(folder: Path, devices: Sequence[str]) -> Iterator[str]:
     yield "\nwho gets what:"
     for name in dict.fromkeys(devices):
         yield f"  {name}: ca.crt and devices/{name}, and no other device's key"
-    yield f"  the server: ca.crt, server.crt, server.key, server.secret and devices/*.pub ({len(public_keys(folder))})"
+    yield "  the operator: ca.crt and operator.key, to ask for the status from elsewhere"
+    listed = f"devices/*.pub ({len(public_keys(folder))})"
+    yield f"  the server: ca.crt, server.crt, server.key, server.secret, operator.pub and {listed}"
     if (folder / "ca.key").exists():
         yield "  nobody: ca.key; move it offline, it is needed again only for another server certificate"
     if any(path.suffix != ".pub" for path in (folder / "devices").glob("*")):

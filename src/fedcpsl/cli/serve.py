@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,11 +25,24 @@ def add(commands: Any) -> None:
     serve.add_argument("--folder", type=Path, default=Path("federation"), help="where its state is kept [federation]")
     serve.add_argument("--host", default="127.0.0.1", help="where to listen [127.0.0.1]")
     serve.add_argument("--port", type=int, default=8443, help="[8443]")
+    serve.add_argument(
+        "--status-host",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="where to answer `fedcpsl status`, on the port after --port [127.0.0.1]",
+    )
     serve.set_defaults(command=_serve)
     status = commands.add_parser(
-        "status", help="how a federation is doing", description="Devices, round, accuracy, who is late."
+        "status",
+        help="how a federation is doing",
+        description="Devices, round, accuracy, who is late: from the server's folder, or from anywhere by its address "
+        "with the operator's key. A device's key shows the round and that device.",
+        allow_abbrev=False,
     )
-    status.add_argument("folder", type=Path, metavar="FOLDER", help="the server's folder")
+    status.add_argument("server", metavar="SERVER", help="the server's folder, or HOST:PORT as `fedcpsl join` takes it")
+    status.add_argument("--keys", type=Path, metavar="FOLDER", help="with ca.crt and operator.key, or a device's key")
+    status.add_argument("--name", default="", help="ask as this device, with its key [the operator]")
+    status.add_argument("--insecure", action="store_true", help="no TLS and no key; a server on this machine alone")
     status.add_argument("--json", action="store_true", help="as one JSON object")
     status.set_defaults(command=_status)
 
@@ -47,7 +61,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     from fedcpsl.flower.serving import Place, serve_job
 
     logging.basicConfig(level=logging.WARNING, format="fedcpsl: %(message)s")
-    place = Place(parsed.folder, keys, parsed.host, parsed.port)
+    place = Place(parsed.folder, keys, parsed.host, parsed.port, parsed.status_host)
     serve_job(parsed.job, place, _say, say_status)
     _print(_read(parsed.folder))
     return 0
@@ -77,6 +91,29 @@ def _read(folder: Path) -> dict[str, Any]:
     return read_status(folder)
 
 
+def _ask(server: str, keys: Path | None, name: str) -> dict[str, Any]:
+    from fedcpsl.flower.status import DEVICE, OPERATOR
+    from fedcpsl.flower.status_client import ask_status
+
+    if keys is None:
+        return ask_status(server, None, None, "")
+    if not name:
+        return ask_status(server, keys / "ca.crt", keys / "operator.key", OPERATOR)
+    return ask_status(server, keys / "ca.crt", key_of(keys, name), f"{DEVICE}{name}")
+
+
+def key_of(keys: Path, name: str) -> Path:
+    """A device's private key, in its own folder or in that of all keys."""
+    places = [keys / name, keys / "devices" / name]
+    try:
+        found = next((place for place in places if place.is_file()), None)
+    except OSError as error:
+        raise InputError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    if found is None:
+        raise InputError(f"{places[0]}: no such key; `fedcpsl keys` makes it")
+    return found
+
+
 def _print(status: Mapping[str, Any]) -> None:
     from fedcpsl.report.federation import print_status
 
@@ -84,7 +121,13 @@ def _print(status: Mapping[str, Any]) -> None:
 
 
 def _status(parsed: argparse.Namespace) -> int:
-    status = _read(parsed.folder)
+    folder = Path(parsed.server)
+    if folder.is_dir() or not re.fullmatch(r"[^/]+:[0-9]+", parsed.server):
+        if parsed.keys or parsed.name or parsed.insecure:
+            raise InputError("--keys, --name, --insecure: leave them out for a folder; a server is given as HOST:PORT")
+        status = _read(folder)
+    else:
+        status = _ask(parsed.server, secured(parsed.keys, insecure=parsed.insecure), parsed.name)
     if parsed.json:
         from fedcpsl.runs.files import to_json
 

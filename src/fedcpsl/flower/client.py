@@ -4,6 +4,7 @@ from pathlib import Path
 
 from flwr.app import Context, Message
 
+from fedcpsl.errors import RunError
 from fedcpsl.flower.frames import Frame, ask, pack, unpack
 from fedcpsl.flower.records import content_of, frame_of
 
@@ -14,7 +15,11 @@ def answer(message: Message, context: Context) -> Message:
     """The device's answer. Its process says no where it must; only where it cannot be asked is this an error."""
     address = Path(str(context.node_config["socket"]))
     seconds = min(message.metadata.ttl, LONGEST)
-    said = ask(address, pack(frame_of(message.content, "the server's message")), seconds)
+    asked = pack(frame_of(message.content, "the server's message"))
+    try:
+        said = ask(address, asked, seconds)
+    except RunError as error:  # its text names a file, and Flower tells the server what is raised here
+        raise RunError("the device's own process could not be asked; is `fedcpsl join` up?") from error
     return Message(content_of(unpack(said, "the device")), reply_to=message)
 
 

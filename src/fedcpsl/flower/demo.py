@@ -42,7 +42,13 @@ def prepare_demo(folder: Path, devices: int, rounds: int) -> list[str]:
         raise InputError(f"{folder}: exists already; give another --folder, or remove it")
     from sklearn.datasets import load_digits
 
-    from fedcpsl.flower.keys import make_authority, make_device_key, make_secret, make_server_certificate
+    from fedcpsl.flower.keys import (
+        make_authority,
+        make_device_key,
+        make_operator_key,
+        make_secret,
+        make_server_certificate,
+    )
 
     make_folder(folder)
     names = [f"phone-{i}" for i in range(devices)]
@@ -53,6 +59,7 @@ def prepare_demo(folder: Path, devices: int, rounds: int) -> list[str]:
     make_authority(keys)
     make_server_certificate(keys, ["127.0.0.1"])
     make_secret(keys)
+    make_operator_key(keys)
     x, y = load_digits(return_X_y=True)
     rng = np.random.default_rng(0)
     for i, name in enumerate(names):

@@ -5,10 +5,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.flower.member import Owner, listen
-from fedcpsl.flower.processes import LOOPBACK, environment, free_port, supernode_command
+from fedcpsl.flower.processes import LOOPBACK, environment, free_port, split_address, supernode_command
 from fedcpsl.flower.supervisor import Supervisor, complaint_in
 
 LOOK_S = 0.5
@@ -17,9 +18,7 @@ COMPLAIN_S = 15.0  # between words about what does not work
 
 def join(server: str, owner: Owner, ca: Path | None, key: Path | None, say: Callable[[str], None]) -> None:
     """Take part in whatever the server runs, until interrupted."""
-    host = server.rpartition(":")[0].strip("[]")
-    if not host:
-        raise InputError(f"{server}: give the server as HOST:PORT")
+    host, _ = split_address(server)
     if ca is None and host not in LOOPBACK:
         raise InputError(f"{server}: without TLS only a server on this machine can be joined; give --keys")
     with tempfile.TemporaryDirectory(prefix="fedcpsl-") as private:  # short: a socket's path has 107 characters at most
@@ -41,6 +40,17 @@ def join(server: str, owner: Owner, ca: Path | None, key: Path | None, say: Call
                         say(complaint)
                 time.sleep(LOOK_S)
     raise RunError(f"the device's process failed: {failed[0]}") from failed[0]
+
+
+def answer_at(door: Path, owner: Owner) -> NoReturn:
+    """Answer at a socket of the caller's choice, until interrupted; Flower's programs are the caller's."""
+    if door.exists() and not door.is_socket():
+        raise InputError(f"{door}: is a file of another kind; give --socket a name that is free")
+    try:
+        listen(owner, door)
+    except OSError as error:
+        raise InputError(f"{door}: no socket can be made there: {error}") from error
+    raise RunError("the device's process ended")
 
 
 def _listen(owner: Owner, door: Path, ready: threading.Event, failed: list[BaseException]) -> None:

@@ -3,6 +3,7 @@
     ca.key ca.crt            the authority; its key signs server certificates and is kept offline
     server.key server.crt    the server's certificate
     server.secret            shared by the server's own programs
+    operator.key .pub        who may ask for the status of all devices: the private half is the operator's
     devices/NAME[.pub]       a device's key: the private half is the device's, the public half the server's
 
 No file is ever overwritten.
@@ -95,7 +96,15 @@ def make_secret(folder: Path) -> Path:
 def make_device_key(folder: Path, name: str) -> Path:
     """Make devices/NAME and devices/NAME.pub (ECDSA P-384, OpenSSH's format); return the private one."""
     path = device_key(folder, name)
-    public_path = path.with_name(f"{name}.pub")
+    return _make_key(path, path.with_name(f"{name}.pub"), name)
+
+
+def make_operator_key(folder: Path) -> Path:
+    """Make operator.key and operator.pub, of the same kind; return the private one."""
+    return _make_key(folder / "operator.key", folder / "operator.pub", "operator")
+
+
+def _make_key(path: Path, public_path: Path, name: str) -> Path:
     _refuse_existing(path, public_path)
     key = ec.generate_private_key(ec.SECP384R1())
     private = key.private_bytes(

@@ -30,6 +30,7 @@ from fedcpsl.runs.files import make_folder, write_whole
 from fedcpsl.simulation.shelf import normalise
 
 LOG = logging.getLogger("fedcpsl")
+UNFIT = "its data does not fit the job, or its folder cannot be used; its own log says why"
 PATIENCE = 60.0  # seconds for a process of this machine to say what it wants
 
 
@@ -104,12 +105,17 @@ class Desk:
     def _respond(self, frame: Frame) -> Message:
         asked = message_from(frame)
         key = frame.job, str(frame.header.get("run", ""))
-        try:
-            if self._ready is None or self._ready[0] != key:
-                self._ready = key, participant_for(self._owner, read_job(frame.job, "the server's job"), key[1])
-        except (InputError, RunError) as error:
-            LOG.warning("%s", error)
-            return refusal(asked, str(error))
+        if self._ready is None or self._ready[0] != key:
+            try:
+                job = read_job(frame.job, "the server's job")
+            except InputError as error:
+                LOG.warning("%s", error)
+                return refusal(asked, str(error))
+            try:
+                self._ready = key, participant_for(self._owner, job, key[1])
+            except (InputError, RunError) as error:  # its text may name files and classes, and quote samples
+                LOG.warning("%s", error)
+                return refusal(asked, UNFIT)
         reason = reluctance(self._owner.conditions) if frame.header.get("kind") == TRAIN else None
         return refusal(asked, reason) if reason else respond(self._ready[1], asked, self._clock)
 

@@ -89,6 +89,14 @@ def address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def split_address(server: str) -> tuple[str, int]:
+    """HOST and PORT of HOST:PORT."""
+    host, _, port = server.rpartition(":")
+    if not host.strip("[]") or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise InputError(f"{server}: give the server as HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
 def program(name: str) -> str:
     """Where one of Flower's programs is."""
     found = shutil.which(name, path=_programs()) or shutil.which(name)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation.privacy import check_delta
+from fedcpsl.flower import APP
 from fedcpsl.flower.job import read_job, server_terms
 from fedcpsl.flower.processes import (
     LOOPBACK,
@@ -21,11 +22,11 @@ from fedcpsl.flower.processes import (
 )
 from fedcpsl.flower.registry import CONNECTION, register_missing, write_connection
 from fedcpsl.flower.status import read_status
+from fedcpsl.flower.status_server import answering
 from fedcpsl.flower.supervisor import Supervisor
 from fedcpsl.runs.files import make_folder, write_whole
 from fedcpsl.runs.folder import locked
 
-APP = Path(__file__).parent / "app"
 LOOK_S = 0.5  # between looks at everything
 KEYS_S = 10.0  # between looks for devices with new keys
 BEGIN_S = 60.0  # that the job's process has to begin
@@ -40,6 +41,7 @@ class Place(NamedTuple):
     keys: Path | None
     host: str
     port: int
+    status_host: str = "127.0.0.1"  # where its status is answered, on the next port
 
     @property
     def home(self) -> Path:
@@ -57,6 +59,8 @@ class Place(NamedTuple):
 
 def serve_job(path: Path, place: Place, say: Say, show: Callable[[Mapping[str, Any]], None]) -> None:
     """Serve a job until its last round; `show` is given every new status."""
+    if place.keys is None and place.status_host not in LOOPBACK:
+        raise InputError(f"--status-host {place.status_host}: without keys the status is told on loopback alone")
     _keep_job(path, place.folder)
     if place.keys is not None:
         from fedcpsl.flower.keys import warnings_about
@@ -64,7 +68,11 @@ def serve_job(path: Path, place: Place, say: Say, show: Callable[[Mapping[str, A
         for warning in warnings_about(place.keys):
             say(f"warning: {warning}")
     write_connection(place.home, place.own_address, place.ca)
-    with locked(place.folder), Supervisor(environment(place.home), place.folder / "logs") as programs:
+    with (
+        locked(place.folder),
+        Supervisor(environment(place.home), place.folder / "logs") as programs,
+        answering(place.folder, place.keys, place.status_host, place.port + 1, say),
+    ):
         programs.start(
             "superlink", superlink_command(place.keys, place.folder / "superlink.db", place.host, place.port)
         )

@@ -201,8 +201,15 @@ def complaint_in(log: Path, since: int = 0) -> str | None:
             text = re.split(_WELL, file.read().decode(errors="replace").lower())[-1]
     except OSError:
         return None
-    found = [(match.start(), says) for pattern, says in _COMPLAINTS.items() for match in _last(pattern, text)]
-    return f"{log.stem}: {max(found)[1]} ({log})" if found else None
+    says = explanation(text)
+    return f"{log.stem}: {says} ({log})" if says else None
+
+
+def explanation(text: str) -> str | None:
+    """The latest thing in a text that is known to be wrong, in words that tell what to do."""
+    lower = text.lower()
+    found = [(match.start(), says) for pattern, says in _COMPLAINTS.items() for match in _last(pattern, lower)]
+    return max(found)[1] if found else None
 
 
 def _last(pattern: str, text: str) -> list[re.Match[str]]:

@@ -1,0 +1,180 @@
+"""Several machines, as near as one comes to them: a server and two devices in network namespaces of their own.
+
+The server is `fedcpsl serve` on loopback behind the nginx of deploy/, as deploy/README.md has it. The devices have
+a link to it, their own keys and nobody else's, and reach port 443. `make soak-hosts` runs it, as
+root; it needs iproute2 and nginx, and takes a minute or two.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from tests.federation_desk import Desk, furthest
+
+DEPLOY = Path(__file__).parents[1] / "deploy"
+SERVER, SPACE = "10.213.77.1", "fedcpsl-"
+NAMES = ("ward-3", "ward-7")
+FEDCPSL = [sys.executable, "-m", "fedcpsl"]
+ROUNDS, LONGEST_S = 2, 240
+BRIDGE = "net0"
+
+
+def say_what_is_missing() -> str | None:
+    if os.geteuid() != 0:
+        return "make soak-hosts: makes network namespaces, so it needs root; run it with sudo"
+    lacking = [name for name in ("ip", "nginx") if shutil.which(name) is None]
+    return f"make soak-hosts: needs {' and '.join(lacking)}; apt-get install iproute2 nginx-light" if lacking else None
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True)
+
+
+def inside(host: str) -> list[str]:
+    return ["ip", "netns", "exec", f"{SPACE}{host}"]
+
+
+@contextmanager
+def hosts(*devices: str) -> Iterator[None]:
+    """A namespace for the server with a bridge, and one for each device with a link to it; all gone afterwards."""
+    made = []
+    try:
+        for host in ("server", *devices):
+            ip("netns", "add", f"{SPACE}{host}")
+            made.append(host)
+            subprocess.run([*inside(host), "ip", "link", "set", "lo", "up"], check=True)
+        server = ["-n", f"{SPACE}server"]
+        ip(*server, "link", "add", BRIDGE, "type", "bridge")
+        ip(*server, "address", "add", f"{SERVER}/24", "dev", BRIDGE)
+        ip(*server, "link", "set", BRIDGE, "up")
+        for i, device in enumerate(devices):
+            there = ["-n", f"{SPACE}{device}"]
+            ip(*server, "link", "add", f"to{i}", "type", "veth", "peer", "name", "eth0", "netns", f"{SPACE}{device}")
+            ip(*server, "link", "set", f"to{i}", "master", BRIDGE, "up")
+            ip(*there, "address", "add", f"10.213.77.{10 + i}/24", "dev", "eth0")
+            ip(*there, "link", "set", "eth0", "up")
+        yield
+    finally:
+        for host in made:
+            ip("netns", "delete", f"{SPACE}{host}")
+
+
+@contextmanager
+def running(host: str, folder: Path, called: str, *command: str) -> Iterator[subprocess.Popen[bytes]]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    with (folder / f"{called}.log").open("ab") as log:
+        process = subprocess.Popen(
+            [*inside(host), *command], cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+        )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def ask(host: str, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*inside(host), *command], cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+def nginx_of(deploy: Path, folder: Path, keys: Path) -> list[str]:
+    """The nginx of deploy/ as it is, but for where the keys and its own files are."""
+    site = (deploy / "nginx.conf").read_text()
+    site = site.replace("/etc/fedcpsl/keys", str(keys)).replace("/var/log/nginx", str(folder))
+    (folder / "site.conf").write_text(site)
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    places = "".join(f"{kind}_temp_path {folder}/{kind};" for kind in kinds)
+    (folder / "nginx.conf").write_text(
+        f"daemon off; user root; pid {folder}/pid; error_log {folder}/error.log; events {{}}\n"
+        f"http {{ {places} include {folder}/site.conf; }}\n"
+    )
+    return ["nginx", "-p", str(folder), "-c", str(folder / "nginx.conf")]
+
+
+def device_of(desk: Desk, name: str) -> Path:
+    """A device's machine: its data, its key and ca.crt."""
+    folder = desk.folder / "machines" / name
+    folder.mkdir(parents=True)
+    shutil.move(desk.folder / "keys" / "devices" / name, folder / name)
+    shutil.copy(desk.folder / "keys" / "ca.crt", folder)
+    shutil.copy(desk.folder / f"{name}.npz", folder / "data.npz")
+    return folder
+
+
+def until(condition, seconds: float, desk: Desk) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, desk.logs()
+        time.sleep(0.3)
+
+
+def try_it(folder: Path) -> None:
+    desk = Desk(folder, devices=2, rounds=ROUNDS, active=2, names=NAMES, host=SERVER)
+    machines = {name: device_of(desk, name) for name in NAMES}
+    (folder / "nginx").mkdir()
+    began = time.monotonic()
+    with ExitStack() as up:
+        up.enter_context(hosts(*NAMES))
+        up.enter_context(running("server", folder, "nginx", *nginx_of(DEPLOY, folder / "nginx", folder / "keys")))
+        serve = [*FEDCPSL, "serve", "job.toml", "--keys", "keys", "--port", "8443", "--folder", "server"]
+        server = up.enter_context(running("server", folder, "server", *serve))
+        for name, machine in machines.items():
+            join = ["join", f"{SERVER}:443", "--data", "data.npz", "--name", name, "--keys", ".", "--folder", "state"]
+            up.enter_context(running(name, machine, "device", *FEDCPSL, *join, "--share-accuracy"))
+        until(lambda: (desk.status() or {"round": 0})["round"] >= 1, LONGEST_S, desk)
+        look_from_outside(folder, machines)
+        until(lambda: (desk.status() or {"over": False})["over"], LONGEST_S, desk)
+        assert server.wait(60) == 0, desk.logs()
+    took = time.monotonic() - began
+    for name, machine in machines.items():
+        (folder / "devices").mkdir(exist_ok=True)
+        shutil.copytree(machine / "state", folder / "devices" / name)
+    print((folder / "server.log").read_text().partition("all rounds are done")[2].partition("\n")[2].rstrip())
+    print(f"{ROUNDS} rounds over 3 namespaces in {took:.0f} s; as the simulator's to {furthest(desk):.1e}")
+    assert furthest(desk) < 1e-6
+    assert desk.invariant_gap() < 1e-6
+
+
+def look_from_outside(folder: Path, machines: dict[str, Path]) -> None:
+    """What a device's machine can and cannot reach while the federation runs."""
+    name, machine = next(iter(machines.items()))
+    mine = ask(name, machine, *FEDCPSL, "status", f"{SERVER}:443", "--keys", ".", "--name", name, "--json")
+    assert mine.returncode == 0, mine.stderr
+    assert [device["name"] for device in json.loads(mine.stdout)["devices"]] == [name]
+    everybody = ask(name, folder, *FEDCPSL, "status", f"{SERVER}:443", "--keys", "keys", "--json")
+    assert sorted(d["name"] for d in json.loads(everybody.stdout)["devices"]) == sorted(NAMES), everybody.stderr
+    print(f"status from {name}'s namespace: itself with its key, all {len(NAMES)} with the operator's")
+    for port in (8443, 8444):
+        reach = f"import socket; socket.create_connection(({SERVER!r}, {port}), 3)"
+        assert "ConnectionRefusedError" in ask(name, machine, sys.executable, "-c", reach).stderr
+    home = machine / "home"
+    home.mkdir()
+    address = f'[superlink.it]\naddress = "{SERVER}:443"\nroot-certificates = "{machine}/ca.crt"\n'
+    (home / "config.toml").write_text(address)
+    flwr = str(Path(sys.executable).with_name("flwr"))
+    control = ask(
+        name, machine, "env", f"FLWR_HOME={home}", "FLWR_TELEMETRY_ENABLED=0", flwr, "supernode", "list", "it"
+    )
+    assert control.returncode != 0, control.stdout
+    assert "403" in (folder / "nginx" / "fedcpsl.log").read_text()
+    print("from there, ports 8443 and 8444 are closed and nginx refuses Flower's control interface")
+
+
+def main() -> None:
+    missing = say_what_is_missing()
+    if missing:
+        sys.exit(missing)
+    with tempfile.TemporaryDirectory() as folder:
+        try_it(Path(folder))
+
+
+if __name__ == "__main__":
+    main()
