@@ -11,10 +11,12 @@ from fedcpsl import problem
 from fedcpsl.algorithms import family
 
 INDEX = Path(__file__).parents[1] / "docs" / "equations.md"
-ROW = re.compile(r"\| .+ \| `(?P<formula>[^`]+)` \| `(?P<function>fedcpsl\.[\w.]+)` \|")
-AROUND = ("| where in the paper | formula | function |", "|---|---|---|")
+ROW = re.compile(r"\| .+ \| (?:\$(?P<typeset>[^$]+)\$<br>)?`(?P<formula>[^`]+)`<br>`(?P<function>fedcpsl\.[\w.]+)` \|")
+AROUND = ("| where in the paper | formula, as its function's docstring has it, function |", "|---|---|")
 LINES = [line for line in INDEX.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
-ROWS = [(m["formula"], m["function"]) for line in LINES if (m := ROW.fullmatch(line))]
+FOUND = [m for line in LINES if (m := ROW.fullmatch(line))]
+ROWS = [(m["formula"], m["function"]) for m in FOUND]
+TYPESET = [pytest.param(m["typeset"], m["formula"], id=m["function"]) for m in FOUND if m["typeset"]]
 
 
 def first_line(function):
@@ -39,6 +41,24 @@ def test_a_docstring_opens_with_its_formula(formula, function):
     assert line.startswith(formula)
     assert re.match(r"$|[.:;,]| \(", line.removeprefix(formula)), line
     assert formula.count("(") == formula.count(")"), "the formula is cut short"
+
+
+def symbols(formula):
+    """Names and numbers in their order, of a plain formula or of one in TeX; operators and brackets are left out."""
+    plain = re.sub(
+        r"\\(operatorname|mathrm|text|tilde|underline|left|right|frac|l?r?Vert|[lr](angle|ceil)|le|,)(?![a-z])",
+        " ",
+        formula,
+    )
+    plain = plain.replace("\\nabla", "grad").replace("\\ell", "l").replace("\\", " ")
+    plain = re.sub(r"\b(norm|ceil)\(", "(", plain)
+    plain = re.sub(r"\bd(?=log |f_)", "d ", plain)
+    return re.findall(r"[A-Za-z]+|\d+", plain.replace("_", " "))
+
+
+@pytest.mark.parametrize(("typeset", "formula"), TYPESET)
+def test_a_typeset_formula_is_the_plain_one(typeset, formula):
+    assert symbols(typeset) == symbols(formula)
 
 
 def test_every_formula_has_its_row():

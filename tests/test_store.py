@@ -313,7 +313,13 @@ def test_many_devices_killed_and_resumed_end_bit_identical(tmp_path):
         process.kill()
         process.communicate()
         left = {p.name for p in (tmp_path / "a").iterdir() if not p.name.startswith(".")}
-        assert left <= {"checkpoints", "config.toml", "manifest.json", "metrics.jsonl", "split.json"}  # and nothing of the store
+        assert left <= {
+            "checkpoints",
+            "config.toml",
+            "manifest.json",
+            "metrics.jsonl",
+            "split.json",
+        }  # and nothing of the store
         process = spawn("run", "--resume", "a", cwd=tmp_path)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors

@@ -6,7 +6,26 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from fedcpsl import __version__
-from fedcpsl.cli import compare, data, federation, join, keys, paper, predict, run, serve, show, sweep, verify
+from fedcpsl.cli import (
+    adapt,
+    compare,
+    completion,
+    data,
+    doctor,
+    export,
+    federation,
+    join,
+    keys,
+    paper,
+    predict,
+    report,
+    run,
+    serve,
+    show,
+    sweep,
+    verify,
+    watch,
+)
 from fedcpsl.errors import InputError, RunError, did_you_mean
 from fedcpsl.torchrun import place
 
@@ -24,6 +43,9 @@ examples:
   fedcpsl sweep --grid alpha_p=.01,.03,.1 --grid beta=.5,.75
   fedcpsl paper table --dataset mnist           the paper's table, every cell over 5 seeds
   fedcpsl show runs/*                           past runs
+  fedcpsl doctor --dataset mnist                what is missing here, and what that run would take
+  fedcpsl export runs/mine --device 7           a device's personal model as an ONNX file
+  fedcpsl predict runs/mine --device 7 new.csv  what it says of new samples
   fedcpsl keys keys --server fl.example.org --devices phone-1 phone-2
 """
 
@@ -75,6 +97,12 @@ def _run_command(arguments: Sequence[str]) -> int:
     except MemoryError:
         print("fedcpsl: not enough memory for this; use smaller batches, fewer devices or less data", file=sys.stderr)
         return 1
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # PyTorch's, which is not imported here
+            raise
+        fix = "give --set run.slots=N with fewer slots, or smaller batches"
+        print(f"fedcpsl: not enough memory on the GPU; {fix}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("fedcpsl: stopped at once; the last checkpoint is intact", file=sys.stderr)
         return 130
@@ -95,6 +123,25 @@ def parser() -> Parser:
     )
     top.add_argument("--version", action="version", version=f"fedcpsl {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
-    for command in (run, data, compare, sweep, paper, show, verify, keys, serve, join, predict, federation):
+    for command in (
+        run,
+        data,
+        compare,
+        sweep,
+        paper,
+        show,
+        report,
+        watch,
+        doctor,
+        verify,
+        keys,
+        serve,
+        join,
+        export,
+        predict,
+        adapt,
+        federation,
+        completion,
+    ):
         command.add(commands)
     return top
