@@ -9,8 +9,9 @@ demo: .venv/ready
 	$(BIN)/fedcpsl run
 	@echo "Open the report above in a browser."
 
+# files side by side; the tests of one file share what they set up
 test: .venv/ready-dev
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: .venv/ready-dev
 	$(BIN)/ruff check .
