@@ -100,15 +100,15 @@ def _run_shared(
     for pipe, share in zip(pipes, shares, strict=True):
         _ask(pipe.send, (share, rows))
         rows = [first + len(plan) for first, plan in zip(rows, share, strict=True)]
-    with _one_thread():
+    with one_thread():
         for pipe in pipes:
             while (answer := _ask(pipe.recv)) is not None:
                 yield found(trays, answer)
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """While workers use the other cores, threads of our own would only wait for them."""
+def one_thread() -> Iterator[None]:
+    """Where others use the other cores, or a step is small: threads of our own would mostly wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

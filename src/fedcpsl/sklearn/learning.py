@@ -23,6 +23,7 @@ from fedcpsl.problem import Costs
 from fedcpsl.schedule import stream
 from fedcpsl.simulation import Setup, State, prepare, simulate
 from fedcpsl.simulation.shelf import normalise
+from fedcpsl.simulation.workers import one_thread
 
 ROWS_AT_ONCE = 16384
 _RANDOMNESS = Lock()
@@ -127,8 +128,10 @@ def _own_randomness() -> Iterator[None]:
 
 
 def _last(setup: Setup) -> State:
-    for state in simulate(setup):
-        last = state
+    """The end of all rounds. One process is one core: the others are a search's, and small steps gain nothing by them."""
+    with one_thread():
+        for state in simulate(setup):
+            last = state
     return last
 
 
