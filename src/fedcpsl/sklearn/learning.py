@@ -128,7 +128,7 @@ def _own_randomness() -> Iterator[None]:
 
 
 def _last(setup: Setup) -> State:
-    """The end of all rounds. One process is one core: the others are a search's, and small steps gain nothing by them."""
+    """The end of all rounds. One process is one core; the others are a search's, and small steps gain little."""
     with one_thread():
         for state in simulate(setup):
             last = state
