@@ -41,6 +41,8 @@ def test_a_new_device_gains_and_its_folder_is_used_like_a_run(run, tmp_path, cap
     of_file = ask(capsys, "predict", tmp_path / "dan.safetensors", tmp_path / "dan.csv")
     assert np.allclose(answers_of(said[1]), answers_of(of_file[1]), atol=1e-5)
     assert ask(capsys, "show", folder)[0] == 0
+    assert ask(capsys, "report", folder)[0] == 0
+    assert json.loads((folder / "split.json").read_text())["names"] == ["dan"]
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["adapted_from"]["run"] == "run"
     assert manifest["class_names"] == ["cat", "dog"]

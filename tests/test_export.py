@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import sys
 import zipfile
 
@@ -87,6 +88,16 @@ def own_models(folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(sys.modules, "ownmodels", raising=False)
+
+
+def test_a_device_called_global_is_not_taken_for_the_global_model(run, tmp_path, capsys):
+    odd = tmp_path / "odd"
+    shutil.copytree(run, odd)
+    table = (odd / "devices.csv").read_text()
+    (odd / "devices.csv").write_text(table.replace("bob", "global"))
+    code, _, err = ask(capsys, "export", odd, "--device", "global", "--format", "safetensors")
+    assert code == 2
+    assert "is a device" in err
 
 
 def test_a_file_answers_as_the_run_evaluates(run, exported, tmp_path, capsys):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedcpsl.config import with_settings
-from fedcpsl.errors import InputError, RunError
+from fedcpsl.errors import InputError
 from fedcpsl.runs import companies
 from fedcpsl.runs.study import (
     find_study,
@@ -174,23 +174,27 @@ def test_a_run_that_fails_does_not_take_the_others_with_it(desk):
     assert "| FedSHVR | " in text
 
 
-def test_a_company_that_does_not_fit_begins_anew_with_fewer(desk, monkeypatch):
+def test_a_company_that_does_not_fit_begins_anew_with_fewer(desk, monkeypatch, capsys):
     """The GPU's memory may be less by then than it was when the company was made up."""
     study = read_study(desk / "pair.toml")
-    plan, begin = plan_of([study], "digits", 1), companies.start_together
+    plan, begin, sizes = plan_of([study], "digits", 1), companies.start_together, []
 
     def out_of_memory(members):
-        for member in members:
-            member.folder.mkdir()
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        sizes.append(len(members))
+        if len(members) > 2:
+            for member in members:
+                member.folder.mkdir()
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return begin(members)
 
     (desk / "o").mkdir()
     monkeypatch.setattr(companies, "start_together", out_of_memory)
-    with pytest.raises(RunError, match=r"5 runs side by side.*run\.together=2"):
-        run_plan(desk / "o" / "digits", plan, lambda company, _: [lambda *_: None] * len(company))
-    assert not list((desk / "o" / "digits" / "runs").iterdir())
-    monkeypatch.setattr(companies, "start_together", begin)
     assert run_plan(desk / "o" / "digits", plan, lambda company, _: [lambda *_: None] * len(company))
+    assert sizes == [5, 2, 2, 1]
+    assert (
+        "5 runs side by side do not fit into the GPU's memory; they begin anew, 2 at a time" in capsys.readouterr().err
+    )
+    assert len(list((desk / "o" / "digits" / "runs").glob("*/devices.csv"))) == 5
 
 
 def test_a_strip_for_a_grid_of_one_setting(desk):

@@ -113,7 +113,7 @@ def _run(folder: Path, plan: "Plan", tracker: str | None, *, as_json: bool) -> i
         tracking(tracker) as tracked,
         comparison_progress(count, Console(stderr=True)) as announce,
     ):
-        finished = run_all(folder, plan, announcing(announce, tracked.also))
+        finished = run_all(folder, plan, announcing(announce, tracked))
     say_where(tracked.where)
     if not finished:
         print(f"fedcpsl: stopped; go on with: {way_on(plan.kind, folder, place()[1])}", file=sys.stderr)

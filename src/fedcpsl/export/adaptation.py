@@ -18,6 +18,7 @@ from fedcpsl.export.chosen import Kept, on_this_machine, one_device
 from fedcpsl.export.graph import with_tensors
 from fedcpsl.runs.files import to_json, write_whole
 from fedcpsl.runs.final import device_table, save_models
+from fedcpsl.runs.holdings import write_holdings
 from fedcpsl.runs.manifest import make_manifest
 from fedcpsl.simulation import Setup, State, prepare, simulate
 
@@ -66,7 +67,9 @@ def adapt(kept: Kept, data: Data, name: str, rounds: int) -> Adapted:
         run=on_this_machine(kept.config.run),
     )
     model = with_tensors(kept.model, kept.under("global/"))
-    setup = _personal_rounds_alone(prepare(federation, model, config.algorithm, config.work, config.run), rounds)
+    prepared = prepare(federation, model, config.algorithm, config.work, config.run)
+    config = replace(config, work=replace(config.work, active=prepared.work.active))
+    setup = _personal_rounds_alone(prepared, rounds)
     *_, last = simulate(setup)
     return Adapted(config, federation, last, evaluate(last))
 
@@ -132,6 +135,7 @@ def write_adapted(adapted: Adapted, kept: Kept, folder: Path) -> None:
         write_whole(partial / "manifest.json", to_json(manifest, indent=2) + "\n")
         write_whole(partial / "config.toml", to_toml(adapted.config))
         write_whole(partial / "metrics.jsonl", to_json(metrics) + "\n")
+        write_holdings(partial, adapted.federation)
         save_models(partial, adapted.state, adapted.federation.scaling)
         write_whole(partial / "devices.csv", device_table(adapted.state, adapted.evaluation))
         partial.replace(folder)

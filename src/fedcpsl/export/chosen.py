@@ -108,6 +108,8 @@ def choose(kept: Kept, device: str | None) -> Chosen:
     """The model of a device, by name or number, or "global"; without a name, of the only device."""
     alone = find_algorithm(kept.config.algorithm.name)[1].alone
     number, name = (None, GLOBAL) if device == GLOBAL else find_device(kept, device)
+    if device == GLOBAL and GLOBAL in _device_names(kept):
+        raise InputError(f"--device {GLOBAL}: is a device of {kept.folder} too; rename it in the data and run again")
     if alone and number is None:
         raise InputError(f"{kept.folder}: {kept.config.algorithm.name} has no global model; give --device NAME")
     localized: dict[str, Tensor] = {}
@@ -142,8 +144,7 @@ def choose(kept: Kept, device: str | None) -> Chosen:
 
 def find_device(kept: Kept, device: str | None) -> tuple[int, str]:
     """The number and name of a device: by name, or by its number where no name is a number."""
-    with (kept.folder / "devices.csv").open(newline="", encoding="utf-8") as file:
-        names = {row["name"]: int(row["device"]) for row in csv.DictReader(file)}
+    names = _device_names(kept)
     if device is None:
         if len(names) > 1:
             raise InputError(f"{kept.folder}: whose model? Give --device NAME, or --device {GLOBAL}")
@@ -157,6 +158,11 @@ def find_device(kept: Kept, device: str | None) -> tuple[int, str]:
         raise _never_active(kept, device)
     known = (*names, GLOBAL) if len(names) <= LISTED else (f"the names in {kept.folder / 'devices.csv'}", GLOBAL)
     raise InputError(f"--device {device}: no such device in {kept.folder}; {did_you_mean(device, known)}")
+
+
+def _device_names(kept: Kept) -> dict[str, int]:
+    with (kept.folder / "devices.csv").open(newline="", encoding="utf-8") as file:
+        return {row["name"]: int(row["device"]) for row in csv.DictReader(file)}
 
 
 def _never_active(kept: Kept, device: str) -> InputError:

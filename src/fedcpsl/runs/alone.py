@@ -29,8 +29,10 @@ def alone_config(config: Config) -> Config:
         momentum=AUTO,
         normalised=AUTO,
     )
-    run = replace(config.run, gaps=False, keep="metrics", executor=AUTO, slots=0, processes=AUTO, store=AUTO)
-    return replace(config, algorithm=alone, run=run, work=replace(config.work, two_phase=False))
+    run = replace(
+        config.run, gaps=False, keep="metrics", executor=AUTO, slots=0, processes=AUTO, store=AUTO, device=AUTO
+    )
+    return replace(config, algorithm=alone, run=run, work=replace(config.work, two_phase=False, personal_rounds=0))
 
 
 def train_alone(folder: Path, watch: Watch) -> Path | None:

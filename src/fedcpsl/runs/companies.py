@@ -1,6 +1,8 @@
 """Running what a plan still lacks: runs that can go together go side by side."""
 
+import gc
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -46,22 +48,50 @@ def run_all(folder: Path, plan: Plan, announce: Announce) -> bool:
             watches, given = announce(begun, len(planned) - len(_left(planned))), source if shared else None
             if not _came_to_an_end(begun, partial(resume_together, [run.folder for run in begun], watches, given)):
                 return False
+        most = sys.maxsize
         while waiting := _left(planned):
-            first = waiting[0]
-            if source is None and same_data(first.case):
+            if source is None and same_data(waiting[0].case):
                 source = load_data(plan.base.data)
-            company, experiments = [first], [build(first.config, source if same_data(first.case) else None)]
-            most = runs_that_fit(experiments[0].setup)
-            alike = [run for run in waiting[1:] if _program(run) == _program(first)]
-            for run in alike[: min(most, first.config.run.together or most) - 1]:
-                company.append(run)
-                experiments.append(build(run.config, source if same_data(run.case) else None, experiments))
-            watches = announce(company, len(planned) - len(waiting))
-            runs = zip(experiments, company, watches, strict=True)
-            members = [Member(experiment, run.folder, watch) for experiment, run, watch in runs]
-            if not _came_to_an_end(company, partial(start_together, members)):
-                return False
+            done = len(planned) - len(waiting)
+            try:
+                if not _run_company(waiting, most, source, announce, done):
+                    return False
+            except TooManyError as error:
+                most = error.runs // 2
+                reason = f"{error.runs} runs side by side do not fit into the GPU's memory"
+                print(f"fedcpsl: {reason}; they begin anew, {most} at a time", file=sys.stderr)
+            gc.collect()
+            torch.cuda.empty_cache()
     return True
+
+
+class TooManyError(Exception):
+    """So many runs did not fit into memory side by side."""
+
+    def __init__(self, runs: int) -> None:
+        self.runs = runs
+
+
+def _run_company(
+    waiting: Sequence[Planned], most: int, source: Source | None, announce: Announce, done: int
+) -> bool:
+    """Run the first that waits and what can go beside it; False where they were asked to stop before the end."""
+    first = waiting[0]
+    company, experiments = [first], [build(first.config, source if same_data(first.case) else None)]
+    most = min(most, runs_that_fit(experiments[0].setup), first.config.run.together or most)
+    for run in [run for run in waiting[1:] if _program(run) == _program(first)][: most - 1]:
+        company.append(run)
+        experiments.append(build(run.config, source if same_data(run.case) else None, experiments))
+    runs = zip(experiments, company, announce(company, done), strict=True)
+    members = [Member(experiment, run.folder, watch) for experiment, run, watch in runs]
+    try:
+        return _came_to_an_end(company, partial(start_together, members))
+    except torch.OutOfMemoryError:
+        if len(company) == 1 or world()[1] > 1:
+            raise
+    for run in _left(company):
+        shutil.rmtree(run.folder, ignore_errors=True)
+    raise TooManyError(len(company))
 
 
 def _left(planned: Sequence[Planned]) -> list[Planned]:
@@ -79,13 +109,6 @@ def _came_to_an_end(company: Sequence[Planned], begin: Callable[[], Sequence[Out
         for other in (run for i, run in enumerate(company) if i != error.run):
             shutil.rmtree(other.folder)
         return True
-    except torch.OutOfMemoryError as error:
-        if len(company) == 1:
-            raise
-        for run in company:  # begun together they would go on together, and meet the same end
-            shutil.rmtree(run.folder, ignore_errors=True)
-        fix = f"give --set run.together={len(company) // 2}; runs that had come to their end are kept"
-        raise RunError(f"{len(company)} runs side by side do not fit into the GPU's memory; {fix}") from error
 
 
 def _planned(folder: Path, plan: Plan, case: Case, seed: int) -> Planned:

@@ -19,7 +19,6 @@ from fedcpsl.runs.diary import Watch
 from fedcpsl.runs.files import to_json, write_whole
 from fedcpsl.runs.folder import is_finished, read_run_config
 
-TRACKERS = ("tensorboard", "wandb", "mlflow")
 PROJECT = "fedcpsl"  # of W&B, and the experiment of MLflow, unless the environment names others
 IDS = "tracker.json"  # by which a resumed run finds what it wrote to before
 Values = dict[str, float]
@@ -52,6 +51,7 @@ class Tracking(NamedTuple):
     """What has runs tracked."""
 
     also: Callable[[Path, Watch], Watch]  # a run's watch that tells the tracker too
+    end: Callable[[], None]  # of the runs until now
     where: list[str]  # where to look, for every run that was tracked
 
 
@@ -74,19 +74,23 @@ def tracking(name: str | None) -> Iterator[Tracking]:
 
         return both
 
+    def end() -> None:
+        while tracked:
+            tracked.pop(0).end()
+
     try:
-        yield Tracking(also, where)
+        yield Tracking(also, end, where)
     finally:
-        for one in tracked:
-            one.end()
+        end()
 
 
-def announcing(announce: Announce, also: Callable[[Path, Watch], Watch]) -> Announce:
-    """The same for many runs: every run is tracked by itself."""
+def announcing(announce: Announce, tracked: Tracking) -> Announce:
+    """The same for many runs: every run is tracked by itself, and those of earlier companies have ended."""
 
     def announced(company: Sequence[Planned], done: int) -> Sequence[Watch]:
+        tracked.end()
         watches = announce(company, done)
-        return [also(run.folder, watch) for run, watch in zip(company, watches, strict=True)]
+        return [tracked.also(run.folder, watch) for run, watch in zip(company, watches, strict=True)]
 
     return announced
 

@@ -112,6 +112,9 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             raise ValueError("no sample has a label: every y is -1 or missing; give some labels")
         check_classification_targets(labels)
         self.classes_, codes = np.unique(labels, return_inverse=True)
+        if len(self.classes_) < 2:
+            only = self.classes_.tolist()[0]
+            raise ValueError(f"only one class has labels, {only!r}; give at least two (-1 means unlabelled)")
         numbers = np.full(len(y), -1, np.int64)
         numbers[known] = codes
         names = np.zeros(len(x), np.int64) if device is None else device_names(device, len(x))
