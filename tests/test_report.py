@@ -5,15 +5,23 @@ import io
 import json
 import re
 import shutil
+from dataclasses import replace
 
+import numpy as np
 import pytest
+from rich.console import Console
 
 from fedcpsl.cli import run_command
+from fedcpsl.config import Config, with_settings
+from fedcpsl.data.sources import load_federation
 from fedcpsl.report.charts import MOST_POINTS, accuracy_charts, ticks
 from fedcpsl.report.findings import best_and_worst
 from fedcpsl.report.page import page_of
-from fedcpsl.report.story import Line, alone_for, read_story, tell
-from fedcpsl.report.tables import Column, Table, plain, points, seconds, size, to_csv, to_latex, to_markdown
+from fedcpsl.report.sections import _map, state_of
+from fedcpsl.report.story import Line, alone_for, read_story, tell, try_story
+from fedcpsl.report.tables import Column, Table, plain, points, seconds, size, to_csv, to_html, to_latex, to_markdown
+from fedcpsl.report.terminal import progress, sparkline
+from fedcpsl.runs import holdings
 
 from .browser import CHROMIUM, MISSING, Browser
 from .command import QUICK
@@ -150,6 +158,21 @@ def test_a_run_of_a_comparison_finds_its_neighbour(comparison):
     assert alone_for(tell(comparison / "runs" / "fedcpsl-seed0"), story.references) is not found
 
 
+def test_gains_are_measured_against_as_much_work(comparison):
+    run, beside = (tell(comparison / "runs" / name) for name in ("fedcpsl-seed0", "local-seed0"))
+
+    def other(told, **work):
+        return told._replace(config=replace(told.config, work=replace(told.config.work, **work)))
+
+    longer = other(beside, rounds=9)
+    smaller = beside._replace(config=replace(beside.config, model=replace(beside.config.model, hidden=[2])))
+    assert alone_for(run, [longer, smaller]) is None
+    everyone = other(beside, active=4)
+    assert alone_for(run, [longer, everyone]) is everyone
+    inside = longer._replace(folder=run.folder / "alone")
+    assert alone_for(run, [everyone, inside]) is inside
+
+
 def test_devices_are_trained_alone_on_demand(run, desk, comparison, capsys):
     shutil.copytree(run, desk / "b")
     before = (desk / "b" / "metrics.jsonl").read_bytes()
@@ -215,6 +238,53 @@ def test_tables_as_text(run, comparison, desk, capsys):
     assert fedcpsl("report", comparison, "--format", "csv", "--table", "devices") == 2
 
 
+def test_tables_replace_no_file_but_their_own(run, comparison, desk, capsys):
+    before = (run / "metrics.jsonl").read_bytes()
+    for form in ("md", "latex", "csv"):
+        for name in ("metrics.jsonl", "devices.csv", "config.toml"):
+            assert fedcpsl("report", run, "--alone", "--format", form, "--out", run / name) == 2
+            assert "exists and is no report; give another --out" in capsys.readouterr().err
+        for table in ("summary", "reach", "devices", "rounds"):
+            for _ in range(2):
+                path = desk / f"own-{table}.{form}"
+                assert fedcpsl("report", run, "--format", form, "--table", table, "--out", path) == 0
+    assert (run / "metrics.jsonl").read_bytes() == before
+    assert not (run / "alone").exists()  # refused before any work
+    assert fedcpsl("report", comparison, "--format", "csv", "--out", desk / "own-summary.csv") == 0
+    assert fedcpsl("report", run, "--format", "md", "--out", desk / "nowhere" / "t.md") == 2
+    assert "no such folder; make it" in capsys.readouterr().err
+
+
+def test_planned_runs_that_have_not_begun_are_waited_for(comparison, desk):
+    shutil.copytree(comparison, desk / "half")
+    for name in ("fedcpsl-seed1", "local-seed0", "local-seed1"):
+        shutil.rmtree(desk / "half" / "runs" / name)
+    story = try_story([desk / "half"])
+    assert (len(story.runs), story.waiting, state_of(story)) == (1, 3, "1 of 4 runs finished")
+    assert fedcpsl("report", desk / "half") == 0
+    page = (desk / "half" / "report.html").read_text()
+    assert "Not finished: 1 of 4 runs finished." in page
+    assert told(page)["over"] is False
+
+
+def test_a_comparison_that_came_to_nothing_has_a_page(comparison, sweep, desk):
+    for folder, words in ((comparison, "less fedcpsl"), (sweep, "3 more failed and are left out")):
+        copy = desk / f"failed-{folder.name}"
+        shutil.copytree(folder, copy)
+        for run in (copy / "runs").iterdir():
+            (run / "devices.csv").unlink()
+            (run / "metrics.jsonl").unlink()
+            (run / "failed.txt").write_text("round 1: not finite\n")
+        for name in ("report.html", "results.csv"):
+            (copy / name).unlink()
+        assert fedcpsl("report", copy) == 0
+        page = (copy / "report.html").read_text()
+        count = len(list((copy / "runs").iterdir()))
+        for said in (words, f"all {count} runs failed", "round 1: not finite", "<h2>Results</h2>"):
+            assert said in page
+        assert (copy / "results.csv").read_text().count("\n") == 1 + count
+
+
 def test_what_has_nothing_to_tell_is_refused_in_a_line(run, desk, capsys):
     (desk / "empty").mkdir()
     shutil.copytree(run, desk / "begun")
@@ -249,6 +319,61 @@ def test_a_run_that_goes_on_and_one_from_before_are_told(run, desk):
     assert "from before confidence was logged" in page
     assert page.count('class="heat ') == 2  # from the data itself
     assert "appear when a run is finished" in page
+
+
+def test_classes_that_are_left_out_are_counted(desk):
+    y = np.arange(90) % 45
+    np.savez(desk / "many.npz", x=np.ones((90, 2)), y=y, device=np.arange(90) // 45)
+    data = with_settings(Config(), {"data.file": str(desk / "many.npz"), "data.labelled": 1.0}).data
+    found = holdings.holdings_of(load_federation(data, 0))
+    assert (len(found.classes), found.all_classes) == (40, 45)
+    assert "The first 40 of 45 classes." in _map(found)
+    assert "classes." not in _map(found._replace(all_classes=0))  # from before
+
+
+def test_a_report_reads_data_once_and_downloads_nothing(run, desk, monkeypatch):
+    shutil.copytree(run, desk / "bare")
+    (desk / "bare" / "split.json").unlink()
+    asked = []
+
+    def load(data, seed):
+        asked.append(data.dataset)
+        return load_federation(data, seed)
+
+    monkeypatch.setattr(holdings, "load_federation", load)
+    config = tell(desk / "bare").config
+    first = holdings.read_holdings(desk / "bare", config)
+    assert holdings.read_holdings(desk / "bare", config) is first
+    assert first == holdings.read_holdings(run, config)
+    assert asked == ["digits"]
+    monkeypatch.setenv("FEDCPSL_CACHE", str(desk / "cache"))
+    monkeypatch.delenv("FEDCPSL_DATA", raising=False)
+    for name in ("mnist", "cifar10"):
+        (desk / name).mkdir()
+        said = holdings.read_holdings(desk / name, replace(config, data=replace(config.data, dataset=name)))
+        assert said == f"{name} is not on this machine; fetch it with: fedcpsl data --dataset {name}"
+    assert asked == ["digits"]
+
+
+def test_names_with_brackets_are_names(desk, monkeypatch, capsys):
+    rows = [f"{i},{i % 7},{'[/b]y' if i % 2 else '[red]n'},{'[/i]me' if i < 20 else 'you'}" for i in range(40)]
+    (desk / "odd.csv").write_text("\n".join(["a,b,kind,who", *rows]) + "\n")
+    own = ["--data", desk / "odd.csv", "--label", "kind", "--device-column", "who", "--active", "2"]
+    for columns in ("100", "30"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert fedcpsl("data", *own) == 0
+        assert fedcpsl("run", *own, "--dry-run") == 0
+        said = "".join(capsys.readouterr().out.split())
+        assert all(name in said for name in ("[/b]y:", "[red]n:", "[/i]me"))
+
+
+def test_devices_without_tests_have_no_accuracy_in_the_terminal():
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    nothing = {"mean": float("nan"), "worst_tenth": float("nan")}
+    with progress(3, 0, console) as watch:
+        watch(0, {"personal": nothing, "global": None, "pseudo_label_accuracy": None, "uplink_bytes": 0})
+    assert "nan" not in console.file.getvalue()
+    assert sparkline([float("nan"), 0.5]) == "▁▅"
 
 
 def test_names_cannot_write_into_the_page(run, desk):
@@ -292,6 +417,9 @@ def test_numbers_as_people_write_them():
     assert r"\caption{50 \% \& more}" in to_latex(table)
     assert r"a\_b & b \\" in to_latex(table)
     assert to_csv(table) == "a,b\nx|y,1200\n"
+    times = [{"a": "x", "b": 7260.0}, {"a": "y", "b": {"mean": 180.0}}, {"a": "z", "b": None}]
+    rows = to_html(table._replace(records=times, columns=[table.columns[0], Column("b", "time", str)]))
+    assert re.findall(r"<td([^>]*)>", rows) == [' data-v="7260"', ' data-v="180"', ""]  # what a click sorts by
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
@@ -337,6 +465,11 @@ def test_it_works_in_the_dark_on_a_phone_by_keyboard_and_without_scripts(run, co
             "[...document.querySelector('table.devices').tBodies[0].rows].map(r => +r.lastElementChild.dataset.v)"
         )
         assert gains == sorted(gains)
+        body = "document.querySelector('table.devices').tBodies[0]"
+        browser.value(f"{body}.insertAdjacentHTML('afterbegin', '<tr class=cut><td>5 devices in between</td></tr>')")
+        browser.press(*browser.middle("table.devices thead th:last-child"))
+        assert browser.value(f"{body}.rows.length") == 5
+        assert browser.value(f"{body}.lastElementChild.className") == "cut"
         assert browser.complaints == []
         browser.open((run / "report.html").as_uri(), scripts=False)
         assert browser.picture(tmp_path / "page.png") > 20_000

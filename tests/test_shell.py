@@ -266,3 +266,16 @@ def test_settings_have_defaults_among_their_choices():
         choices = setting(section, key).metadata["choices"]
         default = getattr(getattr(Config(), section), key)
         assert not choices or str(default).lower() in choices
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("command", [("show", "a"), ("completion", "bash")])
+def test_an_output_that_is_full_or_closed_is_no_traceback(finished, command):
+    program = [sys.executable, "-m", "fedcpsl", *command]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(program, cwd=finished, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("fedcpsl: ")
+    assert done.stderr.count("\n") == 1
+    closed = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *program], cwd=finished, stderr=subprocess.PIPE, text=True)
+    assert (closed.returncode, closed.stderr) == (0, "")

@@ -332,9 +332,10 @@ def test_a_wrong_parameter_is_named(parameters, message):
     [
         ({"y": np.full(90, -1)}, "no sample has a label"),
         ({"y": [None] * 90}, "no sample has a label"),
+        ({"device": "phone"}, "give the column itself"),
+        ({"X": pd.DataFrame({"a": range(90), "who": ["ann"] * 90})}, "column 'who' of X could not be converted"),
         ({"y": np.where(np.arange(90) % 2, 1, -1)}, "only one class has labels, 1; give at least two"),
         ({"y": np.array(["a", 1, -1] * 30, object)}, "y has both text and 1"),
-        ({"device": "attic"}, "device has shape [] where X has 90 samples"),
         ({"device": ["attic"] * 89}, "device has shape [89] where X has 90 samples"),
         ({"device": ["attic", "barn", None] * 30}, "device is missing in row 2"),
         ({"device": np.where(np.arange(90) == 5, np.nan, 0.0)}, "device is missing in row 5"),

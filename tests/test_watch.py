@@ -12,6 +12,7 @@ import urllib.request
 import pytest
 
 from fedcpsl.cli import run_command
+from fedcpsl.report.live import teller, version_of
 
 from .browser import CHROMIUM, MISSING, Browser
 from .command import QUICK, spawn
@@ -119,8 +120,36 @@ def test_the_page_follows_a_run_without_being_loaded_again(run, tmp_path, watchi
         browser.hover(*browser.middle("figure.chart .plot svg"))
         assert browser.value("document.querySelector('.tip').innerText").startswith("round")
         assert browser.complaints == []
+        browser.value("(wait => { window.setTimeout = f => wait(f, 100); })(setTimeout)")  # asks again at once
+        with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
+            file.write("no metrics\n")
+        browser.wait_for("document.querySelector('.state span').textContent.includes('was changed by hand?')")
         assert watch.end(signal.SIGTERM)[0] == 0
         browser.wait_for("document.querySelector('.state span').textContent.includes('has ended')")
+
+
+def test_a_run_that_failed_is_not_waited_for(run, tmp_path):
+    begun(run, tmp_path / "a", 0)
+    tell = teller([tmp_path / "a"])
+    assert tell().title == "waiting for the first round"
+    (tmp_path / "a" / "failed.txt").write_text("round 1: not finite\n")
+    news = tell()
+    assert news.title == news.told["state"] == "the run failed"
+    assert news.told["over"] is True
+    assert "round 1: not finite" in news.parts["head"]
+    assert "Not finished" not in news.parts["head"]
+    assert "nothing to show: the run failed" in news.parts["cards"]
+
+
+def test_devices_trained_alone_meanwhile_reach_the_page(run, tmp_path):
+    shutil.copytree(run, tmp_path / "a")
+    versions = [version_of([tmp_path / "a"])]
+    (tmp_path / "a" / "alone").mkdir()
+    (tmp_path / "a" / "alone" / "devices.csv").write_text("device\n")
+    versions.append(version_of([tmp_path / "a"]))
+    (tmp_path / "a" / "manifest.json").write_text("{}\n")
+    versions.append(version_of([tmp_path / "a"]))
+    assert len(set(versions)) == 3
 
 
 def test_a_real_run_is_watched(tmp_path, watching):

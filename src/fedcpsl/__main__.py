@@ -10,9 +10,14 @@ def main() -> None:
     from fedcpsl.cli import run_command
 
     code = run_command(sys.argv[1:])
-    for output in (sys.stdout, sys.stderr):
-        with suppress(BrokenPipeError, ValueError):  # closed by the reader, or by us because of that
-            output.flush()
+    try:
+        with suppress(BrokenPipeError, ValueError, AttributeError):  # closed by the reader, by us, or from the start
+            sys.stdout.flush()
+    except OSError as error:
+        print(f"fedcpsl: the output cannot be written: {error.strerror}", file=sys.stderr)
+        code = 1
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stderr.flush()
     os._exit(code)
 
 

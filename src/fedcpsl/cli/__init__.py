@@ -1,6 +1,7 @@
 """The command line. Heavy imports happen inside the commands, so that help answers at once."""
 
 import argparse
+import errno
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -109,6 +110,11 @@ def _run_command(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 0
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print("fedcpsl: no space is left where this writes to; free some, or write elsewhere", file=sys.stderr)
+        return 1
 
 
 def parser() -> Parser:

@@ -88,7 +88,7 @@ def _say(title: str, facts: Iterable[tuple[str, Any]]) -> None:
 
 
 def _say_machine(machine: Mapping[str, Any]) -> None:
-    from fedcpsl.report.terminal import size
+    from fedcpsl.report.tables import size
 
     accelerators = [
         f"{a['device']}, {a['name']}" + (f", {size(a['free_bytes'])} free" if a["free_bytes"] is not None else "")
@@ -115,7 +115,7 @@ def _say_missing(missing: Iterable["Part"]) -> None:
 
 
 def _say_estimate(experiment: "Experiment", found: "Estimate", machine: Mapping[str, Any]) -> None:
-    from fedcpsl.report.terminal import size
+    from fedcpsl.report.tables import size
 
     config, setup = experiment.config, experiment.setup
     places = {"accelerator": f"on {setup.shelf.where}", "host": "in memory", "disk": "on disk"}
@@ -147,7 +147,7 @@ def _between(seconds: "Range") -> str:
 
 
 def _bytes_between(count: "Range") -> str:
-    from fedcpsl.report.terminal import size
+    from fedcpsl.report.tables import size
 
     return f"about {size(round(count.likely))} ({size(round(count.low))} to {size(round(count.high))})"
 

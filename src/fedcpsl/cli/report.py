@@ -36,10 +36,15 @@ def add(commands: Any) -> None:
 
 def _report(parsed: argparse.Namespace) -> int:
     from fedcpsl.report.story import read_story
+    from fedcpsl.report.target import check_target
 
     if parsed.table and parsed.format == "html":
         raise InputError("--table: a page has all of them; give it with --format md, latex or csv")
-    read_story(parsed.runs)
+    target = parsed.out or (Path("report.html") if len(parsed.runs) > 1 and parsed.format == "html" else None)
+    if target:
+        check_target(target, parsed.format)
+    if parsed.alone or parsed.format != "html" or not _ended_comparison(parsed.runs, parsed.out):
+        read_story(parsed.runs)
     if parsed.alone and not _train_alone(parsed.runs):
         return 130
     if parsed.format == "html":
@@ -55,21 +60,28 @@ def _report(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _ended_comparison(runs: Sequence[Path], out: Path | None) -> bool:
+    """Whether it is about one comparison, whose runs are finished or failed, with the page in its folder."""
+    from fedcpsl.runs.comparison import is_comparison, read_plan, run_folder
+    from fedcpsl.runs.folder import failure, is_finished
+
+    if out or len(runs) > 1 or not is_comparison(runs[0]):
+        return False
+    plan = read_plan(runs[0])
+    planned = [run_folder(runs[0], case, seed) for case in plan.cases for seed in plan.seeds]
+    return all(is_finished(run) or failure(run) for run in planned)
+
+
 def _write(runs: Sequence[Path], out: Path | None) -> Path:
     from fedcpsl.report.comparison import write_comparison
     from fedcpsl.report.page import write_page, write_report
     from fedcpsl.report.story import runs_in
-    from fedcpsl.runs.comparison import is_comparison, read_plan, run_folder
-    from fedcpsl.runs.folder import failure, is_finished
 
     if out or len(runs) > 1:
         return write_page(runs, out or Path("report.html"))
     (folder,) = runs
-    if is_comparison(folder):
-        plan = read_plan(folder)
-        planned = [run_folder(folder, case, seed) for case in plan.cases for seed in plan.seeds]
-        if all(is_finished(run) or failure(run) for run in planned):
-            return write_comparison(folder)
+    if _ended_comparison(runs, out):
+        return write_comparison(folder)
     return write_report(folder) if runs_in(folder) == [folder] else write_page(runs, folder / "report.html")
 
 

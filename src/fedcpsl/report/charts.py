@@ -24,18 +24,8 @@ def accuracy_charts(story: Story) -> list[Chart]:
         (line,) = story.lines
         series = [_series(line, model, model, k) for k, model in enumerate(MODELS)]
         return _kept([_chart("accuracy", "Accuracy by round", "accuracy, %", series)])
-    colours, most = colours_of(story), _most(story)
-    return _kept(
-        [
-            _chart(
-                f"accuracy-{model}",
-                f"{model.capitalize()} model: accuracy by round",
-                "accuracy, %",
-                [_series(line, model, line.name, k, most=most) for line, k in zip(story.lines, colours, strict=True)],
-            )
-            for model in MODELS
-        ]
-    )
+    titles = {model: f"{model.capitalize()} model: accuracy by round" for model in MODELS}
+    return _kept([_of_all(story, f"accuracy-{model}", title, "accuracy, %", model) for model, title in titles.items()])
 
 
 def label_charts(story: Story) -> list[Chart]:
@@ -45,18 +35,14 @@ def label_charts(story: Story) -> list[Chart]:
         (line,) = story.lines
         series = [_series(line, key, name, k) for k, (key, name) in enumerate(names.items())]
         return _kept([_chart("labels", "Pseudo-labels by round", "%", series)])
-    colours, most = colours_of(story), _most(story)
-    return _kept(
-        [
-            _chart(
-                f"labels-{name}",
-                f"Pseudo-labels: {'how many are right' if name == 'right' else 'mean confidence'}",
-                "%",
-                [_series(line, key, line.name, k, most=most) for line, k in zip(story.lines, colours, strict=True)],
-            )
-            for key, name in names.items()
-        ]
-    )
+    titles = {"right": "how many are right", "confidence": "mean confidence"}
+    return _kept([_of_all(story, f"labels-{n}", f"Pseudo-labels: {titles[n]}", "%", key) for key, n in names.items()])
+
+
+def _of_all(story: Story, name: str, title: str, y: str, key: str) -> Chart:
+    """One metric of all lines in a chart."""
+    lines = zip(story.lines, colours_of(story), strict=True)
+    return _chart(name, title, y, [_series(line, key, line.name, k, most=_most(story)) for line, k in lines])
 
 
 def uplink_charts(story: Story) -> list[Chart]:

@@ -13,12 +13,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from fedcpsl.report.fitting import if_it_fits, print_table, that_fit
 from fedcpsl.report.page import inline_svg, page_of
 from fedcpsl.report.plots import curves_of_cases, heat_maps
-from fedcpsl.report.story import Line, Story, read_story
-from fedcpsl.report.terminal import percent, size
+from fedcpsl.report.story import Line, Story, try_story
+from fedcpsl.report.tables import size
+from fedcpsl.report.terminal import percent
 from fedcpsl.runs.companies import Announce, Planned
 from fedcpsl.runs.comparison import read_plan, run_folder, summarise
 from fedcpsl.runs.diary import Watch
@@ -34,7 +36,7 @@ def comparison_progress(runs: int, console: Console) -> Iterator[Announce]:
         TextColumn("{task.description}"),
         MofNCompleteColumn(),
         BarColumn(bar_width=None),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
@@ -81,10 +83,10 @@ def comparison_table(summary: Mapping[str, Any]) -> Table:
     )
     table = Table(caption=caption, caption_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for k, column in enumerate(rows[0]):
-        table.add_column(column, justify="left" if k == 0 else "right")
+        table.add_column(Text(column), justify="left" if k == 0 else "right")
     best = max(range(len(cases)), key=lambda i: cases[i]["personal"]["mean"] if cases[i]["personal"] else -1)
     for i, row in enumerate(rows[1:]):
-        table.add_row(*row, style="bold" if i == best else "")
+        table.add_row(*map(Text, row), style="bold" if i == best else "")
     return table
 
 
@@ -140,7 +142,7 @@ def write_comparison(folder: Path) -> Path:
 
 def _story(folder: Path) -> Story:
     """The runs of a finished comparison, by the names that its plan gives them."""
-    story, plan = read_story([folder]), read_plan(folder)
+    story, plan = try_story([folder]), read_plan(folder)
     by_folder = {run.folder: run for run in story.runs}
     lines = [
         Line(case.name, [by_folder[f] for seed in plan.seeds if (f := run_folder(folder, case, seed)) in by_folder])

@@ -7,6 +7,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fedcpsl.report.fitting import print_table
 
@@ -26,15 +27,15 @@ def print_status(status: Mapping[str, Any]) -> None:
     for device in status["devices"]:
         counted, accuracy = device["last_counted"], device["accuracy"]
         table.add_row(
-            device["name"],
+            Text(device["name"]),
             str(device["labelled"]),
             str(device["unlabelled"]),
             "-" if counted is None else f"round {counted + 1}",
             "-" if accuracy is None else f"{100 * accuracy:.1f} %",
-            device["problem"] or ("" if device["online"] or status["over"] else "not connected"),
+            Text(device["problem"] or ("" if device["online"] or status["over"] else "not connected")),
         )
     for name, problem in status["strangers"].items():
-        table.add_row(name, "-", "-", "-", "-", problem)
+        table.add_row(Text(name), "-", "-", "-", "-", Text(problem))
     console = Console()
     print_table(table, console)
     if status["privacy"]:

@@ -1,6 +1,7 @@
 """The page of runs over HTTP, on this machine alone, with news while they go on."""
 
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -18,7 +19,7 @@ from fedcpsl.report.story import runs_in, try_story
 from fedcpsl.report.tables import embedded
 
 HOST = "127.0.0.1"
-FOLLOWED = ("metrics.jsonl", "devices.csv", "failed.txt")
+FOLLOWED = ("metrics.jsonl", "devices.csv", "failed.txt", "manifest.json", "alone/devices.csv")
 EMPTY = ("summary", "accuracy", "devices", "split", "labels", "cost", "gaps", "again")
 
 
@@ -75,13 +76,21 @@ def serve(paths: Sequence[Path], port: int) -> None:
             print("ended; runs go on without it")
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that goes away in mid-sentence is no error."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
 @contextmanager
 def _server(tell: Callable[[], News], port: int) -> Iterator[ThreadingHTTPServer]:
     try:
-        server = ThreadingHTTPServer((HOST, port), _handler(tell))
+        server = _Server((HOST, port), _handler(tell))
     except OSError as error:
         raise InputError(f"--port {port}: cannot be used ({error.strerror}); give another, or 0") from error
-    server.daemon_threads = True
     with server:
         yield server
 

@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import fedcpsl
-from fedcpsl.errors import InputError
 from fedcpsl.report.charts import Chart
 from fedcpsl.report.plots import accuracy_by_round, accuracy_per_device
 from fedcpsl.report.sections import Parts, all_charts, parts_of, state_of, title_of
 from fedcpsl.report.story import Story, read_story
 from fedcpsl.report.tables import embedded
+from fedcpsl.report.target import GENERATOR, check_target
 from fedcpsl.runs.files import write_whole
-
-GENERATOR = '<meta name="generator" content="fedcpsl'
 
 
 def write_report(folder: Path) -> Path:
@@ -35,14 +33,8 @@ def write_report(folder: Path) -> Path:
 
 def write_page(paths: Sequence[Path], out: Path) -> Path:
     """One page about several runs, comparisons or studies; a file that is no report of ours is never replaced."""
-    page = page_of(read_story(paths))
-    if out.is_dir():
-        raise InputError(f"{out}: is a folder; give --out a file, for example {out / 'report.html'}")
-    if out.exists() and GENERATOR not in out.read_text(encoding="utf-8", errors="replace")[:2000]:
-        raise InputError(f"{out}: exists and is no report; give another --out")
-    if not out.parent.is_dir():
-        raise InputError(f"{out.parent}: no such folder; make it, or give another --out")
-    write_whole(out, page)
+    check_target(out, "html")
+    write_whole(out, page_of(read_story(paths)))
     return out
 
 
@@ -54,7 +46,7 @@ def page_of(story: Story, title: str = "", summary: str | None = None) -> str:
 
 def told_of(story: Story, drawn: Mapping[str, Chart], **more: Any) -> dict[str, Any]:
     """What the page's script draws from."""
-    return {"charts": dict(drawn), "state": state_of(story), "over": state_of(story) == "finished", **more}
+    return {"charts": dict(drawn), "state": state_of(story), "over": story.over, **more}
 
 
 def html_page(title: str, parts: Parts, told: Mapping[str, Any]) -> str:

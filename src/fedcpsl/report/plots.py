@@ -160,18 +160,23 @@ def maps(panels: Mapping[str, Any], x: tuple[str, Sequence[str]], y: tuple[str, 
     rows = -(-len(panels) // columns)
     size = 1.6 + 0.9 * shape[1] * columns, (1.6 + 0.55 * shape[0]) * rows
     figure, grid = _figure(*size, len(panels), columns)
-    low, high = np.nanmin(list(panels.values())), np.nanmax(list(panels.values()))
+    known = [value for cells in panels.values() for value in cells.flat if np.isfinite(value)]
+    low, high = min(known, default=0.0), max(known, default=1.0)
     for axes, (panel, cells) in zip(grid, panels.items(), strict=True):
         axes.imshow(cells, cmap="viridis", vmin=low, vmax=max(high, low + 1e-9), aspect="auto")
         for (r, c), value in np.ndenumerate(cells):
             dark = value < (low + high) / 2
-            axes.text(c, r, f"{value:.1f}", ha="center", va="center", color="white" if dark else "black", fontsize=9)
+            axes.text(c, r, _cell(value), ha="center", va="center", color="white" if dark else "black", fontsize=9)
         axes.set_xticks(range(shape[1]), x[1])
         axes.set_yticks(range(shape[0]), y[1])
         axes.set(xlabel=x[0], ylabel=y[0], title=panel)
         axes.title.set_color(GREY)
         axes.grid(False)
     return _svg(figure)
+
+
+def _cell(value: float) -> str:
+    return "-" if value != value else f"{value:.1f}"
 
 
 def split_picture(federation: Any) -> str:

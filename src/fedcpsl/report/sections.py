@@ -14,6 +14,7 @@ from fedcpsl.report.tables import Column, Table, percent, points, seconds, size,
 from fedcpsl.runs.holdings import Holdings, filled, read_holdings
 
 MOST_SPLITS, MOST_CELLS = 4, 6_000  # of the maps of a page: keeps it small
+MOST_FAILED = 5
 Parts = dict[str, str]
 
 
@@ -31,7 +32,7 @@ def all_charts(story: Story) -> dict[str, Chart]:
 def parts_of(story: Story, drawn: Mapping[str, Chart], title: str = "", summary: str | None = None) -> Parts:
     """Every section; an empty one where a story has nothing of its kind. `summary` takes the place of the table."""
     if not story.lines:
-        return {"head": _head(story, title), "cards": _waiting()}
+        return {"head": _head(story, title), "cards": _nothing(story), "summary": summary or ""}
     return {
         "head": _head(story, title),
         "cards": _cards(story),
@@ -48,7 +49,7 @@ def parts_of(story: Story, drawn: Mapping[str, Chart], title: str = "", summary:
 
 def title_of(story: Story) -> str:
     if not story.lines:
-        return "waiting for the first round"
+        return _all_failed(story) if story.over else "waiting for the first round"
     sets = list(dict.fromkeys(run.config.data.dataset for run in story.runs))
     names = list(dict.fromkeys(line.runs[0].config.algorithm.name for line in story.lines))
     what = ", ".join(names) if len(names) <= 4 else f"{len(names)} algorithms"
@@ -95,27 +96,34 @@ def labels_seen(data: Any) -> str:
 def state_of(story: Story) -> str:
     """How far the runs are, in words."""
     unfinished = [run for run in story.runs if not run.finished]
-    if story.lines and not unfinished and not story.waiting:
-        return "finished"
-    if len(story.runs) == 1:
+    if story.over:
+        return "finished" if story.lines else _all_failed(story)
+    if len(story.runs) == 1 and not story.waiting:
         (run,) = story.runs
         return f"round {run.last['round']} of {run.config.work.rounds + run.config.work.personal_rounds}"
     return f"{len(story.runs) - len(unfinished)} of {len(story.runs) + story.waiting} runs finished"
+
+
+def _all_failed(story: Story) -> str:
+    return "the run failed" if len(story.failed) == 1 else f"all {len(story.failed)} runs failed"
 
 
 def _head(story: Story, title: str) -> str:
     name, _, on = (title or title_of(story)).partition(" on ")
     heading = f"<h1>{escape(name)}{f' <span>on {escape(on)}</span>' if on else ''}</h1>"
     lead = f'<p class="lead">{escape(sentence(story))}</p>' if story.lines else ""
-    unfinished = state_of(story)
-    notes = "" if unfinished == "finished" else f'<p class="say">Not finished: {escape(unfinished)}.</p>'
-    for folder, reason in list(story.failed.items())[:5]:
+    notes = "" if story.over else f'<p class="say">Not finished: {escape(state_of(story))}.</p>'
+    for folder, reason in list(story.failed.items())[:MOST_FAILED]:
         notes += f'<p class="say">Failed and left out: <code>{escape(folder)}</code>: {escape(reason)}</p>'
+    if len(story.failed) > MOST_FAILED:
+        notes += f'<p class="say">{len(story.failed) - MOST_FAILED} more failed and are left out.</p>'
     return heading + lead + notes
 
 
-def _waiting() -> str:
-    return '<div class="waits"><p>No round is finished yet. This page fills by itself while the run goes on.</p></div>'
+def _nothing(story: Story) -> str:
+    waits = "No round is finished yet. This page fills by itself while the run goes on."
+    says = f"There is nothing to show: {_all_failed(story)}." if story.over else waits
+    return f'<div class="waits"><p>{says}</p></div>'
 
 
 def _card(label: str, value: str, note: str = "") -> str:
@@ -224,6 +232,9 @@ def _splits(story: Story) -> str:
 def _map(found: Holdings) -> str:
     shown = len(found.names)
     few = f'<p class="say">The first {shown} of {found.devices:,} devices.</p>' if shown < found.devices else ""
+    kinds = len(found.classes)
+    if kinds < found.all_classes:
+        few += f'<p class="say">The first {kinds} of {found.all_classes:,} classes.</p>'
     unknown = '<p class="say">?: unlabelled samples whose class nobody knows.</p>' if any(found.unknown) else ""
     return heat_map(found) + few + unknown
 

@@ -34,7 +34,7 @@ def split_table(federation: Federation) -> Table:
     classes = federation.class_names or tuple(map(str, range(federation.classes)))
     for i, name in enumerate(federation.names[:MOST_DEVICES]):
         held = [f"{c}: {n}" for c, n in zip(classes, per_class[i], strict=True) if n]
-        table.add_row(name, *(str(n) for n in federation.counts[i, shown]), ", ".join(held))
+        table.add_row(Text(name), *(str(n) for n in federation.counts[i, shown]), Text(", ".join(held)))
     if federation.devices > MOST_DEVICES:
         table.add_row("...", *("",) * (len(shown) + 1))
     table.add_section()
@@ -50,7 +50,7 @@ def class_picture(federation: Federation) -> Table:
     for name in ("labelled", "unlabelled"):
         grid.add_column(f"{name}, most {seen[name == 'unlabelled'].max()}", no_wrap=True)
     for i, name in enumerate(federation.names[:MOST_DEVICES]):
-        grid.add_row(name, *(_shaded(counts[i], counts.max()) for counts in seen))
+        grid.add_row(Text(name), *(_shaded(counts[i], counts.max()) for counts in seen))
     if federation.devices > MOST_DEVICES:
         grid.add_row("...", "", "")
     return grid

@@ -2,7 +2,7 @@
 
 import csv
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from fedcpsl.errors import InputError
 from fedcpsl.runs.alone import FOLDER as ALONE
 from fedcpsl.runs.comparison import is_comparison, read_plan, run_folder
 from fedcpsl.runs.folder import Metrics, failure, is_finished, read_manifest, read_metrics, read_run_config
+from fedcpsl.settings import AUTO
 
 MACHINE = ("executor", "slots", "processes", "store", "device", "together", "checkpoint_seconds", "keep")
 
@@ -53,11 +54,16 @@ class Story(NamedTuple):
     lines: list[Line]
     references: list[Told]  # runs without a server whose devices others may be measured by
     failed: dict[str, str]  # by folder, why
-    waiting: int  # runs that have no finished round yet
+    waiting: int  # runs that have no finished round yet, or have not begun
 
     @property
     def runs(self) -> list[Told]:
         return [run for line in self.lines for run in line.runs]
+
+    @property
+    def over(self) -> bool:
+        """Whether every run is finished or has failed."""
+        return not self.waiting and bool(self.runs or self.failed) and all(run.finished for run in self.runs)
 
 
 def read_story(paths: Sequence[Path]) -> Story:
@@ -76,6 +82,7 @@ def try_story(paths: Sequence[Path]) -> Story:
     failed, waiting = {}, 0
     for path in paths:
         known = runs_in(path)
+        waiting += len(_planned(path)) - len(known) if is_comparison(path) else 0
         several = len(paths) > 1 or len(known) > 1
         for folder in known:
             reason = failure(folder)
@@ -84,7 +91,7 @@ def try_story(paths: Sequence[Path]) -> Story:
                 failed[str(folder)] = reason
             elif run and run.last["round"] > 0:
                 found.setdefault(folder.resolve(), run)
-            elif several and len(known) == 1:
+            elif several and known == [path]:
                 raise InputError(f"{folder}: has no finished round yet; leave it out, or wait")
             else:
                 waiting += 1
@@ -108,8 +115,7 @@ def tell(folder: Path) -> Told | None:
 def runs_in(path: Path) -> list[Path]:
     """The folders of the runs in a folder: itself, or those that a comparison, a sweep or a study holds."""
     if is_comparison(path):
-        plan = read_plan(path)
-        return [f for case in plan.cases for seed in plan.seeds if _begun(f := run_folder(path, case, seed))]
+        return [folder for folder in _planned(path) if _begun(folder)]
     if (path / "runs").is_dir():
         return [folder for folder in sorted((path / "runs").iterdir()) if _begun(folder)]
     if not _begun(path):
@@ -118,6 +124,11 @@ def runs_in(path: Path) -> list[Path]:
             "`compare`, `sweep` or `paper` made"
         )
     return [path]
+
+
+def _planned(comparison: Path) -> list[Path]:
+    plan = read_plan(comparison)
+    return [run_folder(comparison, case, seed) for case in plan.cases for seed in plan.seeds]
 
 
 def _begun(folder: Path) -> bool:
@@ -136,14 +147,20 @@ def _references(runs: Sequence[Told]) -> Iterator[Told]:
 
 
 def alone_for(run: Told, references: Sequence[Told]) -> Told | None:
-    """A finished run of the same seed on the same split whose devices train alone; with the same work if there is."""
-    same = (run.seed, run.manifest["split_sha256"])
-    fit = [r for r in references if (r.seed, r.manifest["split_sha256"]) == same and r.finished and r.folder]
-    if run.alone or not fit:
+    """A finished run of the same seed on the same split whose devices train alone: its own, or one of equal work."""
+    if run.alone:
         return None
-    alike = [r for r in fit if (r.config.work, r.config.model) == (run.config.work, run.config.model)]
-    inside = [r for r in fit if r.folder.resolve().parent == run.folder.resolve()]
-    return (inside or alike or fit)[0]
+    same = (run.seed, run.manifest["split_sha256"])
+    fit = [r for r in references if (r.seed, r.manifest["split_sha256"]) == same and r.finished]
+    own = (run.folder / ALONE).resolve()
+    inside = [r for r in fit if r.folder.resolve() == own]
+    alike = [r for r in fit if _as_much_work(r.config, run.config)]
+    return next(iter([*inside, *alike]), None)
+
+
+def _as_much_work(one: Config, other: Config) -> bool:
+    """Whether two runs train the same model equally long; who is drawn is nothing to devices that train alone."""
+    return (one.model, replace(one.work, active=AUTO)) == (other.model, replace(other.work, active=AUTO))
 
 
 def in_lines(runs: Sequence[Told]) -> list[Line]:

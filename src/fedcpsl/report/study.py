@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape as escape_markup
 from rich.table import Table
+from rich.text import Text
 
 from fedcpsl.report.comparison import curve_of
 from fedcpsl.report.fitting import print_table
@@ -44,13 +46,13 @@ def write_study(folder: Path, study: Study, dataset: str, seeds: Sequence[int]) 
 def print_study(study: Study, dataset: str, cells: Sequence[Cell]) -> None:
     """The tables of a study in the terminal."""
     console = Console()
-    console.print(f"[bold]{study.title}[/], {dataset}")
+    console.print(Text.assemble((study.title, "bold"), f", {dataset}"))
     for matrix in matrices(study, dataset, cells):
-        table = Table(caption=matrix.caption, caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        table = Table(caption=escape_markup(matrix.caption), caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
         for k, column in enumerate(matrix.head):
-            table.add_column(column, justify="left" if k == 0 else "right")
+            table.add_column(Text(column), justify="left" if k == 0 else "right")
         for row in matrix.rows:
-            table.add_row(*row)
+            table.add_row(*map(Text, row))
         print_table(table, console)
 
 

@@ -75,7 +75,8 @@ def seconds(value: Any) -> str:
 def to_html(table: Table, *, label: str = "") -> str:
     """A table that scrolls sideways where it must; a click on a heading sorts by it."""
     head = "".join(f'<th scope="col">{escape(column.title)}</th>' for column in table.columns)
-    rows = "".join(_html_row(row) for row in table.rows())
+    values = [[record.get(column.key) for column in table.columns] for record in table.records]
+    rows = "".join(_html_row(*pair) for pair in zip(table.rows(), values, strict=True))
     named = escape(label or table.caption, quote=True)
     return (
         f'<div class="wide" role="region" tabindex="0" aria-label="{named}"><table class="sorts">'
@@ -83,10 +84,16 @@ def to_html(table: Table, *, label: str = "") -> str:
     )
 
 
-def _html_row(row: Sequence[str]) -> str:
-    first, *others = row
-    cells = "".join(f"<td>{escape(cell)}</td>" for cell in others)
-    return f'<tr><th scope="row">{escape(first)}</th>{cells}</tr>'
+def _html_row(row: Sequence[str], values: Sequence[Any]) -> str:
+    first, *others = [f"{_order(value)}>{escape(cell)}" for cell, value in zip(row, values, strict=True)]
+    cells = "".join(f"<td{cell}</td>" for cell in others)
+    return f'<tr><th scope="row"{first}</th>{cells}</tr>'
+
+
+def _order(value: Any) -> str:
+    """The number that a cell is sorted by, where it has one: "2 h 01 min" is more than "3 min 00 s"."""
+    number = value.get("mean") if isinstance(value, Mapping) else value
+    return f' data-v="{float(number):.10g}"' if isinstance(number, int | float) else ""
 
 
 def to_markdown(table: Table) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import isnan
 from typing import Any
 
 from rich.console import Console, Group
@@ -17,11 +18,13 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from fedcpsl.report import tables
 from fedcpsl.report.fitting import FOR_BARS, that_fit
 from fedcpsl.runs.diary import Watch
 from fedcpsl.runs.experiment import Experiment
 from fedcpsl.schedule import draw_active, draw_steps
 
+size = tables.size
 MODELS = ("personal", "global", "localized")
 
 
@@ -68,16 +71,7 @@ def _news(metrics: Mapping[str, Any]) -> str:
 
 def percent(summary: Mapping[str, Any] | None, key: str = "mean") -> str:
     value = summary.get(key) if summary else None
-    return "-" if value is None else f"{100 * value:.2f} %"
-
-
-def size(count: int) -> str:
-    """A number of bytes as people write it."""
-    units = ["B", "kB", "MB", "GB", "TB"]
-    value = float(count)
-    while value >= 1000 and len(units) > 1:
-        value, units = value / 1000, units[1:]
-    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
+    return "-" if value is None or isnan(value) else f"{100 * value:.2f} %"
 
 
 def results_table(metrics: dict[str, Any]) -> Table:
@@ -123,7 +117,7 @@ def planned_steps(experiment: Experiment) -> tuple[int, int]:
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """A small curve of accuracies from 0 to 1 for the terminal."""
+    """A small curve of accuracies from 0 to 1 for the terminal; what is no number lies at the bottom."""
     bars, shown = "▁▂▃▄▅▆▇█", min(width, len(values))
     chosen = [values[round(i * (len(values) - 1) / max(shown - 1, 1))] for i in range(shown)]
-    return "".join(bars[min(int(v * len(bars)), len(bars) - 1)] for v in chosen)
+    return "".join(bars[0 if isnan(v) else min(int(v * len(bars)), len(bars) - 1)] for v in chosen)

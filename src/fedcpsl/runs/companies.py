@@ -72,9 +72,7 @@ class TooManyError(Exception):
         self.runs = runs
 
 
-def _run_company(
-    waiting: Sequence[Planned], most: int, source: Source | None, announce: Announce, done: int
-) -> bool:
+def _run_company(waiting: Sequence[Planned], most: int, source: Source | None, announce: Announce, done: int) -> bool:
     """Run the first that waits and what can go beside it; False where they were asked to stop before the end."""
     first = waiting[0]
     company, experiments = [first], [build(first.config, source if same_data(first.case) else None)]

@@ -7,16 +7,19 @@ from typing import NamedTuple
 import numpy as np
 
 from fedcpsl.config import Config
+from fedcpsl.data.download import PUBLISHED
 from fedcpsl.data.federation import Federation
+from fedcpsl.data.named import whereabouts
 from fedcpsl.data.ondemand import OnDemand
 from fedcpsl.data.roles import LABELLED, UNLABELLED
-from fedcpsl.data.sources import load_federation
+from fedcpsl.data.sources import data_folders, load_federation, resolve
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.runs.files import to_json, write_whole
 from fedcpsl.runs.folder import read_manifest
 
 MOST_DEVICES, MOST_CLASSES = 60, 40
 FILE = "split.json"
+_from_data: dict[Path, "Holdings | str"] = {}  # by folder: a page that is watched asks again and again
 
 
 class Holdings(NamedTuple):
@@ -28,6 +31,7 @@ class Holdings(NamedTuple):
     labelled: list[list[int]]
     unlabelled: list[list[int]]
     unknown: list[int]
+    all_classes: int = 0  # of the whole federation; 0 in folders from before
 
 
 def holdings_of(federation: Federation | OnDemand) -> Holdings:
@@ -44,6 +48,7 @@ def holdings_of(federation: Federation | OnDemand) -> Holdings:
         labelled=np.asarray(labelled)[:, :MOST_CLASSES].tolist(),
         unlabelled=np.asarray(unlabelled)[:, :MOST_CLASSES].tolist(),
         unknown=unknown.tolist(),
+        all_classes=federation.classes,
     )
 
 
@@ -65,8 +70,19 @@ def read_holdings(folder: Path, config: Config) -> Holdings | str:
         pass
     except (OSError, ValueError, TypeError) as error:
         return f"{folder / FILE} cannot be read: {error}"
+    place = folder.resolve()
+    if place not in _from_data:
+        _from_data[place] = _recount(folder, config)
+    return _from_data[place]
+
+
+def _recount(folder: Path, config: Config) -> Holdings | str:
+    """From the data itself, where it lies on this machine: looking at a run never downloads anything."""
     try:
-        federation = load_federation(config.data, config.run.seed)
+        data = resolve(config.data)
+        if data.dataset in PUBLISHED and whereabouts(data.dataset, data_folders(data.dir)) is None:
+            return f"{data.dataset} is not on this machine; fetch it with: fedcpsl data --dataset {data.dataset}"
+        federation = load_federation(data, config.run.seed)
     except (InputError, RunError, OSError) as error:
         return f"the data cannot be read: {error}"
     if federation.digest != read_manifest(folder)["split_sha256"]:

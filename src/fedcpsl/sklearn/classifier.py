@@ -18,7 +18,7 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_dat
 from fedcpsl.config import AUTO, Config, with_settings
 from fedcpsl.errors import InputError
 from fedcpsl.sklearn.learning import Learnt, MakeModel, learn, probabilities
-from fedcpsl.sklearn.targets import device_names, known_labels, places, refuse_unseen, with_marks
+from fedcpsl.sklearn.targets import device_names, known_labels, places, refuse_text, refuse_unseen, with_marks
 
 SEEDS = 2**31 - 1
 
@@ -106,6 +106,9 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """Learn from samples, of which some have labels."""
         if self.unseen not in ("error", "global"):
             raise ValueError(f'unseen = {self.unseen!r}: give "error" or "global"')
+        if isinstance(device, str):
+            raise ValueError(f"device = {device!r}: give the column itself, an entry for every sample")
+        refuse_text(X)
         x, y = validate_data(self, X, with_marks(y), dtype="numeric", order="C")
         known, labels = known_labels(y)
         if not len(labels):

@@ -66,6 +66,23 @@ def refuse_unseen(names: NDArray[Any], owner: NDArray[np.int64], known: NDArray[
         )
 
 
+def refuse_text(x: Any) -> None:
+    """Name the first column of a frame that has words in it."""
+    for name in getattr(x, "columns", ()):
+        words = [value for value in np.asarray(x[name]).tolist() if isinstance(value, str) and not _is_number(value)]
+        if words:
+            fix = "encode it, or leave it out; whose the samples are goes into device="
+            raise ValueError(f"column {name!r} of X could not be converted: it has text such as {words[0]!r}; {fix}")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def _is_mark(value: Any) -> bool:
     if isinstance(value, str):
         return value in UNLABELLED_TEXTS

@@ -162,8 +162,7 @@
     const rank = (a, b) => typeof a === "number" && typeof b === "number" ? a - b
       : typeof a === typeof b ? String(a).localeCompare(b) : typeof a === "number" ? 1 : -1;
     rows.sort((a, b) => (down ? -1 : 1) * rank(a[0], b[0]));
-    body.querySelectorAll("tr.cut").forEach((row) => row.remove());
-    body.append(...rows.map(([, row]) => row));
+    body.append(...rows.map(([, row]) => row), ...body.querySelectorAll("tr.cut"));
     table.querySelectorAll("th[aria-sort]").forEach((other) => other.removeAttribute("aria-sort"));
     heading.setAttribute("aria-sort", down ? "descending" : "ascending");
   }
@@ -191,20 +190,17 @@
 
   async function listen() {
     const state = document.querySelector(".state");
-    let wait = 1500;
+    let lost = "";
     try {
       const answer = await fetch("data.json?since=" + encodeURIComponent(told.version), { cache: "no-store" });
       if (answer.status === 200) news(await answer.json());
-      else if (answer.status !== 204) throw new Error(answer.statusText);
-      state.classList.remove("lost");
-      state.classList.toggle("on", !told.over);
-      state.lastElementChild.textContent = told.over ? "finished" : told.state;
+      else if (answer.status !== 204) lost = (await answer.text()).trim() || answer.statusText;
     } catch {
-      state.className = "state lost";
-      state.lastElementChild.textContent = "nobody answers any more: fedcpsl watch has ended";
-      wait = 5000;
+      lost = "nobody answers any more: fedcpsl watch has ended";
     }
-    setTimeout(listen, wait);
+    state.className = lost ? "state lost" : told.over ? "state" : "state on";
+    state.lastElementChild.textContent = lost || told.state;
+    setTimeout(listen, lost ? 5000 : 1500);
   }
   if (told.live) listen();
 })();
