@@ -133,7 +133,6 @@ ELSEWHERE = {  # pages whose commands are run by other tests, or need what no te
     "cli.md": "tests/test_doctor.py and tests/test_shell.py",
     "federation.md": "tests/test_federation_processes.py and `make flower-app`",
     "index.md": "`make` alone",
-    "results.md": "hours long; tests/test_study.py reads every study",
 }
 NOT_HERE = {  # commands that have tests of their own
     "federation": "minutes long; tests/test_federation_processes.py starts such processes",
@@ -189,6 +188,16 @@ def small_world(folder):
     )
     write_idx(folder / "data" / "mnist" / "train-images-idx3-ubyte", rng.integers(0, 256, (400, 28, 28)))
     write_idx(folder / "data" / "mnist" / "train-labels-idx1-ubyte", np.arange(400) % 10)
+    (folder / "data" / "har").mkdir()
+    np.savez(
+        folder / "data" / "har" / "har_windows.npz",
+        x=rng.integers(-999, 999, (96, 128, 6)).astype(np.int16),
+        y=np.arange(96) % 6,
+        user=np.repeat(np.arange(8), 12),
+        exp=np.repeat(np.arange(16), 6),
+        scale=np.full(6, 0.001),
+        classes=[f"ACTIVITY_{i}" for i in range(6)],
+    )
     batches = folder / "data" / "cifar10" / "cifar-10-batches-bin"
     batches.mkdir(parents=True)
     for i in range(1, 6):

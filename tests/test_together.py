@@ -74,6 +74,12 @@ def test_every_run_in_company_is_the_run_alone_one_device_after_another(processe
         assert_equal(one, other)
 
 
+def test_one_device_after_another_in_company_too():
+    run = config.Run(executor="sequential", dtype="float64", processes=1, device="cpu")
+    for one, other in zip(*together_and_alone(run), strict=True):
+        assert_equal(one, other)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("slots", [0, 5])
 def test_on_a_gpu_too(slots):

@@ -63,8 +63,8 @@ def groups(asks: Sequence[Ask], ground: Ground) -> Iterator[tuple[Program, list[
     for key, slots in together.items():
         setup = slots[0].ask.setup
         most = min((slot.ask.setup.slots or len(slots)) for slot in slots) if setup.vectorised else 1
-        method = _method_for_all(slots)
         for piece in _even_pieces(len(slots), most):
+            method = _method_for_all(slots if setup.vectorised else slots[piece])
             yield Program(key, setup.algorithm, method, ground), slots[piece]
 
 
