@@ -151,8 +151,22 @@ def test_what_cannot_be_adapted_is_said_in_one_line_and_leaves_nothing(run, tmp_
         assert (code, printed, err.count("\n")) == (2, "", 1), err
         assert words in err, err
         assert not out.exists()
-    out.mkdir()
-    assert "exists already" in ask(capsys, "adapt", run, "--data", table, "--out", out)[2]
+
+
+def test_a_folder_that_is_there_is_told_after_what_is_wrong_with_the_inputs(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    table, local = opposite(tmp_path / "dan.csv"), table_run(tmp_path / "local", algorithm__name="local")
+    (tmp_path / "adapted" / "dan").mkdir(parents=True)
+    for arguments, words in (
+        ([run, "--data", "absent.csv"], "absent.csv: no such file"),
+        ([tmp_path, "--data", table], "not a run's folder"),
+        ([local, "--data", table], "local has no global model"),
+        ([run, "--data", table], "adapted/dan: exists already; give another --name, or --out FOLDER\n"),
+        ([run, "--data", table, "--out", "adapted"], "adapted: exists already; give another --out\n"),
+    ):
+        code, _, err = ask(capsys, "adapt", *arguments, "--name", "dan")
+        assert (code, err.count("\n")) == (2, 1), err
+        assert words in err, err
 
 
 def test_a_device_too_small_to_hold_anything_out(run, tmp_path, capsys):

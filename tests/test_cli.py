@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from fedcpsl.cli import run_command
+from fedcpsl.cli import parser, run_command
+from fedcpsl.cli.options import config_of
 from fedcpsl.config import Config, parse_value, read_config, to_toml, with_settings
 
 from .command import QUICK, fedcpsl
@@ -170,6 +171,9 @@ BAD_SETTINGS = [
     (["--set", "work.joiners=4"], "work.joiners = 4"),
     (["--bta", "1"], "did you mean '--beta'"),
     (["--data", "nowhere.npz"], "nowhere.npz: no such file"),
+    (["--data", "nowhere.csv"], "nowhere.csv: no such file"),
+    (["--data", "mine.csv", "--dataset", "mnist"], "--dataset mnist: the samples are those of --data mine.csv; leave"),
+    (["--data", "mine.csv", "--device-column", "phone"], "--devices 4: the devices are those of --device-column phone"),
     (["nowhere.toml"], "nowhere.toml: no such config file"),
     (["--modle", "mlp"], "did you mean '--model'"),
     (["--set", "model.name=torch.nn:Nothing"], "cannot be imported"),
@@ -210,6 +214,27 @@ def test_bad_toml_gets_one_line(text, words, tmp_path, monkeypatch, capsys):
     assert printed.err.count("\n") == 1
     assert words in printed.err
     assert [p.name for p in tmp_path.iterdir()] == ["c.toml"]
+
+
+def test_a_folder_where_a_config_is_expected(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("a").mkdir()
+    assert run_command(["run", "a"]) == 2
+    assert capsys.readouterr().err == "fedcpsl: a: is a folder; give a config file\n"
+    Path("a/config.toml").touch()
+    assert run_command(["run", "a"]) == 2
+    assert capsys.readouterr().err == "fedcpsl: a: is a folder; did you mean a/config.toml, or --resume a?\n"
+    assert run_command(["doctor", "a"]) == 2
+    assert capsys.readouterr().err == "fedcpsl: a: is a folder; did you mean a/config.toml?\n"
+
+
+def test_what_a_config_says_beside_your_own_data_is_no_contradiction(tmp_path):
+    """A run's own config.toml names every setting, the number of devices too."""
+    (tmp_path / "c.toml").write_text('[data]\nfile = "mine.csv"\ndevice_column = "phone"\ndevices = 3\n')
+    options = parser().parse_args(["run", str(tmp_path / "c.toml"), "--set", "data.dataset=own"])
+    assert config_of(options).data.devices == 3
+    shared = parser().parse_args(["run", str(tmp_path / "c.toml"), "--devices", "5", "--partition", "iid"])
+    assert config_of(shared).data.devices == 5
 
 
 def test_bad_input_as_a_user_sees_it(tmp_path):

@@ -114,6 +114,7 @@ def test_a_sweep_has_every_combination_and_a_heat_map(tmp_path):
         (["compare", "--algorithms", "fedcpsl,fedcpls"], "did you mean 'fedcpsl'"),
         (["compare", "--algorithms", "apfl,apfl"], "'apfl' stands there twice"),
         (["compare", "--algorithms", ","], "--algorithms: give some"),
+        (["compare", "--algorithms", ""], "--algorithms: give some"),
         (["compare", "--seeds", "0"], "--seeds 0: give a whole number"),
         (["compare", "--reach", "95"], "accuracies from 0 to 1"),
         (["compare", "--beta", "7"], "algorithm.beta = 7"),

@@ -143,3 +143,26 @@ def test_a_config_and_its_estimate_from_the_command_line(tmp_path, monkeypatch, 
     assert run_command(["doctor", "--rounds", "0"]) == 2
     assert run_command(["doctor", "--dataset", "digit"]) == 2
     assert "did you mean 'digits'" in capsys.readouterr().err
+
+
+def test_a_data_set_that_is_not_here_is_told_and_not_fetched(tmp_path, monkeypatch, capsys):
+    from fedcpsl.data import download
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FEDCPSL_DATA", raising=False)
+    monkeypatch.setenv("FEDCPSL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(download, "_arriving", lambda *_: pytest.fail("a download"))
+    assert run_command(["doctor", "--dataset", "cifar10"]) == 1
+    said = capsys.readouterr()
+    words = "cifar10 is missing (downloaded when first used, 170 MB), so there is no estimate; get it with:"
+    assert said.out.endswith(f"this run\n  {words}\n    fedcpsl data --dataset cifar10\n")
+    assert said.err == ""
+    assert run_command(["doctor", "--dataset", "har", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["estimate"] is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_file_is_said_alone(tmp_path, capsys):
+    assert run_command(["doctor", "--data", str(tmp_path / "nope.csv")]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", f"fedcpsl: {tmp_path / 'nope.csv'}: no such file\n")

@@ -76,6 +76,23 @@ def test_as_json_and_into_a_file(run, tmp_path, capsys):
     code, _, err = ask(capsys, "predict", run, "--device", "bob", table, "--out", tmp_path / "said.jsonl")
     assert code == 2
     assert "exists already" in err
+    assert ask(capsys, "predict", run, "--device", "bob", table, "--out", tmp_path / "said.json")[0] == 0
+    assert (tmp_path / "said.json").read_text() == (tmp_path / "said.jsonl").read_text()
+    for options, words in (
+        (["said.txt"], "said.txt: give a name that ends with .csv, .jsonl, .json"),
+        (["said.csv", "--json"], "said.csv: --json writes JSON lines"),
+    ):
+        code, _, err = ask(capsys, "predict", run, table, "--out", *options)
+        assert (code, words in err) == (2, True)
+
+
+def test_devices_that_are_numbers_are_named_from_the_first_to_the_last(tmp_path, capsys):
+    x = np.random.default_rng(0).normal(size=(36, 2))
+    run = array_run(tmp_path / "run", x, devices=12, work__rounds=1)
+    np.save(tmp_path / "x.npy", x)
+    for device, words in (("12", "known: 0 to 11, global\n"), ("globl", "did you mean 'global'?\n")):
+        code, _, err = ask(capsys, "predict", run, tmp_path / "x.npy", "--device", device)
+        assert (code, words in err) == (2, True), err
 
 
 def test_classes_that_the_model_does_not_know_count_as_wrong(run, tmp_path, capsys):
@@ -153,7 +170,7 @@ def test_what_is_wrong_with_an_input_is_said_in_one_line(run, tmp_path, capsys):
         ("nan.npy", "no finite numbers"),
         ("none.npy", "has no samples"),
         ("large.npy", "too large for float32"),
-        ("text.npy", "no finite numbers"),
+        ("text.npy", "holds text where the model takes numbers"),
         ("objects.npy", "not a readable .npy array"),
         ("no_x.npz", "has no array 'x'"),
         ("bad_y.npz", "one class number for each of the 2 samples"),
@@ -181,10 +198,10 @@ def test_what_is_wrong_with_a_model_is_said_in_one_line(run, tmp_path, capsys):
     for arguments, words in (
         (["absent.onnx"], "no such file or folder"),
         (["model.bin"], "not a model"),
-        (["empty"], "has no job yet"),
-        (["empty", "--device", "bob"], "is no run's folder"),
+        (["empty"], "is neither a run's folder nor that of a device"),
+        (["empty", "--device", "bob"], "is neither a run's folder nor that of a device"),
         (["bob.safetensors", "--device", "ann"], "is the model of device bob"),
-        ([str(run / "models.safetensors")], "its manifest cannot be read"),
+        ([str(run / "models.safetensors")], "is a run's models file, not an exported model; give the run's folder"),
         ([str(run)], "whose model?"),
     ):
         model, *rest = arguments

@@ -151,6 +151,8 @@ def test_from_the_command_line_one_line_exit_2_and_nothing_written(tmp_path):
     assert done.stderr.count("\n") == 1
     assert "column 'width' is empty in row 1" in done.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["mine.csv"]
+    with pytest.raises(InputError, match=r"nope\.csv: no such file"):
+        load(tmp_path / "nope.csv", label="")
     unnamed = fedcpsl("run", "--data", "mine.csv", cwd=tmp_path)
     assert (unnamed.returncode, "--label COLUMN" in unnamed.stderr) == (2, True)
 

@@ -28,16 +28,20 @@ def add(commands: Any) -> None:
 
 def _adapt(parsed: argparse.Namespace) -> int:
     folder = parsed.out or Path("adapted") / "".join(c if c.isalnum() or c in "-_." else "-" for c in parsed.name)
-    if folder.exists():
-        raise InputError(f"{folder}: exists already; give another --out")
     if parsed.rounds is not None and parsed.rounds < 1:
         raise InputError(f"--rounds {parsed.rounds}: give at least 1")
-    from fedcpsl.export.adaptation import adapt, rounds_of_a_device, write_adapted
+    if not parsed.data.exists():
+        raise InputError(f"{parsed.data}: no such file")
+    from fedcpsl.export.adaptation import adapt, check_adaptable, rounds_of_a_device, write_adapted
     from fedcpsl.export.chosen import read_kept
     from fedcpsl.runs.files import to_json
     from fedcpsl.settings import Data
 
     kept = read_kept(parsed.run)
+    check_adaptable(kept)
+    if folder.exists():
+        fix = "give another --out" if parsed.out else "give another --name, or --out FOLDER"
+        raise InputError(f"{folder}: exists already; {fix}")
     label, test = parsed.label or kept.config.data.label, kept.config.data.test
     data = Data(dataset="own", file=str(parsed.data.absolute()), label=label, labelled=1.0, test=test)
     adapted = adapt(kept, data, parsed.name, parsed.rounds or rounds_of_a_device(kept))

@@ -50,12 +50,13 @@ def add_many_runs(command: argparse.ArgumentParser) -> None:
 
 def _compare(parsed: argparse.Namespace) -> int:
     if parsed.resume:
-        return resume_runs(parsed, parsed.algorithms or parsed.matched_steps)
+        return resume_runs(parsed, parsed.algorithms is not None or parsed.matched_steps)
     config = config_of(parsed, {"work.matched_steps": True} if parsed.matched_steps else {})
     seeds, reach = seeds_and_reach(parsed)
     from fedcpsl.runs.comparison import compare_plan
 
-    names = [name.strip() for name in (parsed.algorithms or ALGORITHMS).split(",") if name.strip()]
+    listed = ALGORITHMS if parsed.algorithms is None else parsed.algorithms
+    names = [name.strip() for name in listed.split(",") if name.strip()]
     if not names:
         raise InputError("--algorithms: give some, for example fedcpsl,apfl,local")
     return start_runs(parsed, compare_plan(config, names, seeds, reach))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fedcpsl.cli.options import add_settings, config_of, given_settings
 
 if TYPE_CHECKING:
+    from fedcpsl.config import Config
     from fedcpsl.runs.estimate import Estimate, Range
     from fedcpsl.runs.experiment import Experiment
     from fedcpsl.runs.inspection import Part
@@ -20,7 +21,7 @@ def add(commands: Any) -> None:
         help="what this machine has, what is missing, what a run would take",
         description="Say what this machine has and lacks, with the command that mends it. With a config or settings, "
         "also build that run, try a few of its rounds, and estimate its memory and time; exit 1 where it would not "
-        "fit. Nothing is written.",
+        "fit, or its data set is not here. Nothing is downloaded or written.",
         allow_abbrev=False,
     )
     add_settings(doctor)
@@ -46,6 +47,7 @@ def _doctor(parsed: argparse.Namespace) -> int:
         "datasets": [part._asdict() for part in datasets],
         "missing": [part._asdict() for part in missing],
     }
+    absent, tried = (None, None) if config is None else _tried(config, datasets)  # what is wrong is said alone
     if not parsed.json:
         _say_machine(machine)
         _say("can do", able.items())
@@ -55,13 +57,27 @@ def _doctor(parsed: argparse.Namespace) -> int:
         _say_missing(missing)
     if config is None:
         return _end(content, parsed.json, 0)
-    from fedcpsl.runs.estimate import estimate
-
-    experiment, found = estimate(config)
+    if absent:
+        if not parsed.json:
+            why = f"  {absent.name} is missing ({absent.purpose}), so there is no estimate; get it with:"
+            print("this run", why, f"    {absent.mend}", sep="\n")
+        return _end(content | {"estimate": None}, parsed.json, 1)
+    assert tried
+    experiment, found = tried
     content["estimate"] = _plain(experiment, found)
     if not parsed.json:
         _say_estimate(experiment, found, machine)
     return _end(content, parsed.json, 1 if found.lacks else 0)
+
+
+def _tried(config: "Config", datasets: Iterable["Part"]) -> tuple["Part | None", "tuple[Experiment, Estimate] | None"]:
+    """The run's data set where it is not here, for nothing is downloaded; else the run and what it takes."""
+    from fedcpsl.data.sources import resolve
+    from fedcpsl.runs.estimate import estimate
+
+    name = resolve(config.data).dataset
+    absent = next((part for part in datasets if part.name == name and part.mend), None)
+    return (absent, None) if absent else (None, estimate(config))
 
 
 def _end(content: Mapping[str, Any], as_json: bool, code: int) -> int:

@@ -1,13 +1,14 @@
 """Options that stand for settings, the same for every command that runs something."""
 
 import argparse
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from fedcpsl.config import FLAGS, Config, parse_value, read_config, setting, with_settings
+from fedcpsl.config import AUTO, FLAGS, Config, Data, parse_value, read_config, setting, with_settings
 from fedcpsl.errors import InputError
 
 
@@ -60,8 +61,33 @@ def typed(name: str, text: str) -> Any:
 
 def config_of(parsed: argparse.Namespace, more: Mapping[str, Any] = MappingProxyType({})) -> Config:
     """The config that a command's options describe; `more` are settings that options of its own stand for."""
-    values = read_config(parsed.config) if parsed.config else {}
-    return with_settings(Config(), values | chosen_settings(parsed) | dict(more))
+    if parsed.config and os.path.isdir(parsed.config):
+        raise InputError(_meant(parsed.config, resumes="resume" in parsed))
+    values, chosen = read_config(parsed.config) if parsed.config else {}, chosen_settings(parsed)
+    config = with_settings(Config(), values | chosen | dict(more))
+    _refuse_ignored(config.data, chosen)
+    return config
+
+
+def _meant(folder: Path, *, resumes: bool) -> str:
+    """What to give where a folder stands for a config file."""
+    inside = folder / "config.toml"
+    if not inside.is_file():
+        return f"{folder}: is a folder; give a config file"
+    return f"{folder}: is a folder; did you mean {inside}{f', or --resume {folder}' * resumes}?"
+
+
+def _refuse_ignored(data: Data, chosen: Mapping[str, Any]) -> None:
+    """Settings that were given by hand (not by a config, which says all) and that others leave without meaning."""
+    dataset = chosen.get("data.dataset", "own")
+    if data.file and dataset != "own":
+        raise InputError(f"--dataset {dataset}: the samples are those of --data {data.file}; leave one of the two out")
+    own = data.file and data.device_column and not data.split and data.partition in (AUTO, "natural")
+    if own and "data.devices" in chosen:
+        raise InputError(
+            f"--devices {data.devices}: the devices are those of --device-column {data.device_column}; leave one of "
+            "the two out, or share rows out anew with --partition iid"
+        )
 
 
 def chosen_settings(parsed: argparse.Namespace) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from typing import Any
 
 from fedcpsl.errors import InputError
 
+ENDINGS = (".csv", ".jsonl", ".json")
+
 
 def add(commands: Any) -> None:
     predict = commands.add_parser(
@@ -33,7 +35,9 @@ def add(commands: Any) -> None:
     predict.add_argument("--device", metavar="NAME", help="of a run: a device by name or number, or global")
     predict.add_argument("--model", dest="own", default="", metavar="NAME", help="import this package.module:function")
     predict.add_argument("--json", action="store_true", help="a JSON object per sample")
-    predict.add_argument("--out", type=Path, metavar="FILE", help="write there, not to standard output")
+    predict.add_argument(
+        "--out", type=Path, metavar="FILE", help="write there, not to standard output; .jsonl or .json: as --json"
+    )
     predict.set_defaults(command=_predict)
 
 
@@ -41,6 +45,7 @@ def _predict(parsed: argparse.Namespace) -> int:
     from fedcpsl.export.samples import accuracy, read_samples
     from fedcpsl.runs.files import write_whole
 
+    as_json = _wants_json(parsed.out, asked=parsed.json)
     if parsed.out and parsed.out.exists():
         raise InputError(f"{parsed.out}: exists already; give another --out")
     if parsed.out and not parsed.out.parent.is_dir():
@@ -48,7 +53,7 @@ def _predict(parsed: argparse.Namespace) -> int:
     predictor = _predictor(parsed)
     samples = read_samples(parsed.input, predictor.about)
     answers = predictor.answer(samples.x)
-    text = (_as_json if parsed.json else _as_csv)(samples.names, predictor.about.classes, answers.tolist())
+    text = (_as_json if as_json else _as_csv)(samples.names, predictor.about.classes, answers.tolist())
     if parsed.out:
         write_whole(parsed.out, text)
     else:
@@ -58,6 +63,17 @@ def _predict(parsed: argparse.Namespace) -> int:
         right, known = counted
         print(f"accuracy {100 * right / known:.2f} % ({right} of {known} labelled samples)", file=sys.stderr)
     return 0
+
+
+def _wants_json(out: Path | None, *, asked: bool) -> bool:
+    """Whether to write JSON lines: as asked, or as the file's name ends."""
+    if out is None:
+        return asked
+    if out.suffix.lower() not in ENDINGS:
+        raise InputError(f"{out}: give a name that ends with {', '.join(ENDINGS)}")
+    if asked and out.suffix.lower() == ".csv":
+        raise InputError(f"{out}: --json writes JSON lines; leave it out, or give a name that ends with .jsonl")
+    return out.suffix.lower() != ".csv"
 
 
 def _predictor(parsed: argparse.Namespace) -> Any:
@@ -76,6 +92,8 @@ def _predictor(parsed: argparse.Namespace) -> Any:
         from fedcpsl.export.chosen import choose, read_kept
 
         return choose(read_kept(path), parsed.device).predictor
+    if not any(path.glob("*/job.toml")):
+        raise InputError(f"{path}: is neither a run's folder nor that of a device which has joined; give one of these")
     if parsed.device:
         raise InputError(f"--device {parsed.device}: {path} is no run's folder; leave it out for a device's own")
     return _of_a_federation(path)

@@ -70,9 +70,11 @@ def load_source(data: config.Data) -> Source:
 
         return read_image_folder(path)
     if path.suffix.lower() in TABLE_FILES:
+        if not path.exists():
+            raise InputError(f"{path}: no such file")
         if not data.label:
             raise InputError(f"{path}: which column is the label? Say it with --label COLUMN")
-        if data.partition == "natural" and not data.device_column and not data.split and path.exists():
+        if data.partition == "natural" and not data.device_column and not data.split:
             raise InputError(f"{path}: {WHO}")
         return read_table(path, Columns(data.label, data.device_column, data.test_column))
     if path.suffix in (".npz", ".npy") or not path.exists():

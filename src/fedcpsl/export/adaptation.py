@@ -51,11 +51,17 @@ def rounds_of_a_device(kept: Kept) -> int:
     return max(1, round(work.rounds * active / kept.devices)) + work.personal_rounds
 
 
+def check_adaptable(kept: Kept) -> None:
+    """Refuse a run whose devices were alone."""
+    name = kept.config.algorithm.name
+    if find_algorithm(name)[1].alone:
+        raise InputError(f"{kept.folder}: {name} has no global model that a new device could start from")
+
+
 def adapt(kept: Kept, data: Data, name: str, rounds: int) -> Adapted:
     """Train theta_lc from the run's theta against h(theta) on the device's own samples, labelled once at theta."""
+    check_adaptable(kept)
     algorithm = kept.config.algorithm
-    if find_algorithm(algorithm.name)[1].alone:
-        raise InputError(f"{kept.folder}: {algorithm.name} has no global model that a new device could start from")
     data = _with_columns(data, kept.config.data)
     federation = _federation(kept, data, name)
     beta = float(np.mean(algorithm.beta))

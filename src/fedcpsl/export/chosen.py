@@ -1,6 +1,7 @@
 """One device's model, or the global one, from a run's folder."""
 
 import csv
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -156,8 +157,21 @@ def find_device(kept: Kept, device: str | None) -> tuple[int, str]:
         return int(device), numbers[device]
     if len(names) < kept.devices and device.isdigit() and int(device) < kept.devices:
         raise _never_active(kept, device)
-    known = (*names, GLOBAL) if len(names) <= LISTED else (f"the names in {kept.folder / 'devices.csv'}", GLOBAL)
-    raise InputError(f"--device {device}: no such device in {kept.folder}; {did_you_mean(device, known)}")
+    raise InputError(f"--device {device}: no such device in {kept.folder}; {_hint(kept, device, names)}")
+
+
+def _hint(kept: Kept, device: str, names: Iterable[str]) -> str:
+    """Which devices there are: the nearest name; of numbers, which have no nearest, all."""
+    names = list(names)
+    known = names if len(names) <= LISTED else [f"the names in {kept.folder / 'devices.csv'}"]
+    if not all(name.isdecimal() for name in names):
+        return did_you_mean(device, [*known, GLOBAL])
+    numbers = sorted(map(int, names)) if len(names) == kept.devices else range(kept.devices)
+    first, last = numbers[0], numbers[-1]
+    if last - first == len(numbers) - 1 > 0:
+        known = [f"{first} to {last}"]
+    is_number = device.removeprefix("-").isdecimal()
+    return f"known: {', '.join([*known, GLOBAL])}" if is_number else did_you_mean(device, [*known, GLOBAL])
 
 
 def _device_names(kept: Kept) -> dict[str, int]:

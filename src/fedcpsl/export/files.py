@@ -4,6 +4,7 @@ import io
 import json
 import zipfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,7 +107,17 @@ def read_safetensors(content: bytes, path: Path) -> Weights:
     text = header.get("__metadata__", {}).get(KEY)
     if text is None:
         raise InputError(f"{path}: has no manifest of fedcpsl; give a file that `fedcpsl export` wrote")
+    _refuse_a_runs_own(text, path)
     return Weights(opened(text, _pieces(tensors), path), tensors)
+
+
+def _refuse_a_runs_own(text: str, path: Path) -> None:
+    """A run's folder has such files too, with other metadata."""
+    with suppress(ValueError, TypeError):
+        if "numbers" in json.loads(text):
+            raise InputError(
+                f"{path}: is a run's models file, not an exported model; give the run's folder with --device NAME"
+            )
 
 
 def _pieces(tensors: Mapping[str, Tensor]) -> Iterable[bytes]:

@@ -36,6 +36,8 @@ def read_samples(path: Path, about: About) -> NewSamples:
         samples = _arrays(path, about)
     else:
         raise InputError(f"{path}: give {KINDS}" if path.exists() else f"{path}: no such file")
+    if samples.x.dtype.kind in "US":
+        raise InputError(f"{path}: holds text where the model takes numbers; encode it as numbers, as in training")
     if samples.x.shape[1:] != about.input_shape:
         raise InputError(
             f"{path}: an input has shape {list(samples.x.shape[1:])} where the model's is {list(about.input_shape)}"
