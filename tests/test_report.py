@@ -16,9 +16,10 @@ from fedcpsl.config import Config, with_settings
 from fedcpsl.data.sources import load_federation
 from fedcpsl.report.charts import MOST_POINTS, accuracy_charts, ticks
 from fedcpsl.report.findings import best_and_worst
+from fedcpsl.report.lead import sentence
 from fedcpsl.report.page import page_of
-from fedcpsl.report.sections import _map, state_of
-from fedcpsl.report.story import Line, alone_for, read_story, tell, try_story
+from fedcpsl.report.sections import _cards, _map, state_of
+from fedcpsl.report.story import Line, Story, alone_for, read_story, tell, try_story
 from fedcpsl.report.tables import Column, Table, plain, points, seconds, size, to_csv, to_html, to_latex, to_markdown
 from fedcpsl.report.terminal import progress, sparkline
 from fedcpsl.runs import holdings
@@ -255,6 +256,92 @@ def test_tables_replace_no_file_but_their_own(run, comparison, desk, capsys):
     assert "no such folder; make it" in capsys.readouterr().err
 
 
+def test_a_table_without_rows_is_left_out_and_said(run, desk, capsys):
+    shutil.copytree(run, desk / "low")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["personal"]["mean"] = 0.3
+    (desk / "low" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for form, begins in (("md", "No run got to 50 %.\n"), ("latex", "% No run got to 50 %.\n")):
+        for _ in range(2):  # its own file it may replace
+            out = desk / f"low.{form}"
+            assert fedcpsl("report", desk / "low", "--format", form, "--table", "reach", "--out", out) == 0
+        assert (desk / f"low.{form}").read_text() == begins
+    assert fedcpsl("report", desk / "low", "--format", "latex") == 0
+    text = capsys.readouterr().out
+    assert text.count(r"\begin{tabular}") == 2
+    assert "\n\n    \\bottomrule" not in text
+
+
+def test_samples_without_a_label_of_their_own_are_counted(desk, capsys):
+    rows = [f"{i % 7},{i % 5},{'' if i % 5 < 3 else 'ab'[i % 2]},{i % 2}" for i in range(100)]
+    (desk / "few.csv").write_text("\n".join(["p,q,kind,who", *rows]) + "\n")
+    own = ["--data", desk / "few.csv", "--label", "kind", "--device-column", "who", "--active", "2"]
+    assert fedcpsl("run", *own, "--rounds", "1", *ONE[6:], "--out", desk / "few") == 0
+    with (desk / "few" / "devices.csv").open() as file:
+        devices = list(csv.DictReader(file))
+    seen = sum(int(d["labelled"]) for d in devices)
+    assert [int(d["unlabelled"]) for d in devices] == [30, 30]
+    page = (desk / "few" / "report.html").read_text()
+    says = f", {100 * seen / (seen + 60):.3g} % of the training samples labelled, seed 0."
+    assert says in page
+    assert "<caption>unlabelled, most 30</caption>" in page
+    assert '--v:100%" title="device 0, class unknown: 30 unlabelled">30</td>' in page
+    assert sentence(Story([Line("a", [tell(desk / "few")._replace(devices=[])])], [], {}, 0)).endswith(says)
+    capsys.readouterr()
+    assert fedcpsl("data", *own, "--picture", desk / "few.svg") == 0
+    said = capsys.readouterr().out
+    assert "unlabelled, most 30" in said
+    assert said.count("▕██▏") == 2  # the column of the unknown
+    assert ">?</text>" in (desk / "few.svg").read_text()
+
+
+def test_what_was_gained_is_of_all_or_not_said(comparison):
+    story = read_story([comparison])
+    (served, alone), references = story.lines, story.references
+    better = [d | {"personal": "1.0"} for d in served.runs[0].devices]
+    worse = [d | {"personal": "0.25"} for d in served.runs[0].devices]
+
+    def cards(its, others):
+        runs = [run._replace(devices=its) for run in served.runs]
+        against = [run._replace(devices=others) for run in references]
+        return _cards(story._replace(lines=[Line("fedcpsl", runs), alone], references=against))
+
+    assert "most over training alone: fedcpsl" in cards(better, worse)
+    said = cards(worse, better)  # 25 - 100
+    assert "75.00 <small>points</small></b><span>training alone is ahead by so much; closest: fedcpsl" in said
+    assert "most over" not in said
+    half = story._replace(references=[run for run in references if run.seed == 0])
+    assert "training alone" not in _cards(half)
+
+
+def test_a_table_of_devices_that_lacks_a_column_is_named(run, desk, capsys):
+    shutil.copytree(run, desk / "lacks")
+    path = desk / "lacks" / "devices.csv"
+    path.write_text(path.read_text().replace("active_rounds", "rounds"))
+    assert fedcpsl("report", desk / "lacks") == 2
+    said = capsys.readouterr().err
+    assert f"{path}: has no column 'active_rounds'" in said
+    assert said.count("\n") == 1
+
+
+def test_what_was_adapted_from_a_run_says_so(run, desk):
+    shutil.copytree(run, desk / "adapted")
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest["adapted_from"] = {"run": "r1", "split_sha256": ""}
+    (desk / "adapted" / "manifest.json").write_text(json.dumps(manifest))
+    assert fedcpsl("report", desk / "adapted") == 0
+    page = (desk / "adapted" / "report.html").read_text()
+    assert "a personal model adapted from r1 in 3 personal rounds (no rounds with a server)" in page
+    assert "fedcpsl adapt r1 --data " in page
+    assert "--name 0 --rounds 3</pre>" in page
+    assert "fedcpsl run config.toml" not in page
+    both = page_of(read_story([run, desk / "adapted"]))
+    assert "and of the runs 1 adapted from another, in personal rounds with no server" in both
+    assert "2 runs of 2 kinds" in both
+    assert "fedcpsl run config.toml" in both
+
+
 def test_planned_runs_that_have_not_begun_are_waited_for(comparison, desk):
     shutil.copytree(comparison, desk / "half")
     for name in ("fedcpsl-seed1", "local-seed0", "local-seed1"):
@@ -474,3 +561,17 @@ def test_it_works_in_the_dark_on_a_phone_by_keyboard_and_without_scripts(run, co
         browser.open((run / "report.html").as_uri(), scripts=False)
         assert browser.picture(tmp_path / "page.png") > 20_000
         assert browser.complaints == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
+def test_on_paper_nothing_is_cut_off(run, comparison, tmp_path):
+    page = page_of(read_story([run, comparison]))
+    (tmp_path / "both.html").write_text(page)
+    with Browser(tmp_path / "profile") as browser:
+        browser.open((tmp_path / "both.html").as_uri(), width=700)  # A4 less its margins
+        browser.call("Emulation.setEmulatedMedia", media="print")
+        browser.value("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+        columns = "Math.max(...[...document.querySelectorAll('table.sorts tr')].map(r => r.cells.length))"
+        assert browser.value(columns) == 12
+        ends = "[...document.querySelectorAll('table')].map(t => t.getBoundingClientRect().right)"
+        assert max(browser.value(ends)) <= 700

@@ -114,25 +114,30 @@ def heat_map(holdings: Holdings) -> str:
 def _map(holdings: Holdings, what: str) -> str:
     counts = holdings.labelled if what == "labelled" else holdings.unlabelled
     unknown = holdings.unknown if what == "unlabelled" and any(holdings.unknown) else None
-    most = max((n for row in counts for n in row), default=0) or 1
+    most = max((n for row in [*counts, unknown or []] for n in row), default=0) or 1
     numbers = " dense" if len(holdings.classes) > 16 or most > 999 else ""
     head = "".join(f'<th scope="col">{escape(c)}</th>' for c in [*holdings.classes, *(["?"] if unknown else [])])
     rows = []
     for i, (name, row) in enumerate(zip(holdings.names, counts, strict=True)):
         cells = []
         for c, n in enumerate(row):
-            if not n:
-                cells.append("<td></td>")
-                continue
             tip = f"device {name}, class {holdings.classes[c]}: {holdings.labelled[i][c]} labelled, "
             tip += f"{holdings.unlabelled[i][c]} unlabelled"
-            share = round(12 + 88 * n / most)
-            dark = ' class="hi"' if share > 55 else ""
-            cells.append(f'<td{dark} style="--v:{share}%" title="{escape(tip, quote=True)}">{n}</td>')
-        extra = f'<td class="soft">{unknown[i] or ""}</td>' if unknown else ""
-        rows.append(f'<tr><th scope="row">{escape(name)}</th>{"".join(cells)}{extra}</tr>')
+            cells.append(_cell(n, most, tip))
+        if unknown:
+            cells.append(_cell(unknown[i], most, f"device {name}, class unknown: {unknown[i]} unlabelled"))
+        rows.append(f'<tr><th scope="row">{escape(name)}</th>{"".join(cells)}</tr>')
     return (
         f'<div class="wide" role="region" tabindex="0" aria-label="{what} samples by device and class">'
         f'<table class="heat {what}{numbers}"><caption>{what}, most {most}</caption>'
         f"<thead><tr><td></td>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
+
+
+def _cell(count: int, most: int, tip: str) -> str:
+    """A count, the darker the more; an empty one has no colour."""
+    if not count:
+        return "<td></td>"
+    share = round(12 + 88 * count / most)
+    dark = ' class="hi"' if share > 55 else ""
+    return f'<td{dark} style="--v:{share}%" title="{escape(tip, quote=True)}">{count}</td>'

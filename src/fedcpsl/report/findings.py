@@ -12,6 +12,7 @@ from fedcpsl.runs.folder import Metrics
 
 MODELS = ("personal", "global", "localized")
 TARGETS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.98, 0.99)
+NOT_REACHED, NOT_TESTED = f"No run got to {100 * TARGETS[0]:g} %.", "No device has a test set"
 MOST_TARGETS, MOST_LISTED = 5, 40
 OF_PSEUDO = {"pseudo_label_accuracy": "pseudo-labels right", "pseudo_label_confidence": "their confidence"}
 
@@ -105,7 +106,7 @@ def reach(story: Story) -> Table:
     if any(len(line.runs) > 1 for line in story.lines):
         columns += [Column("runs", "runs that got there", plain), Column("of", "of", plain)]
     caption = "What it took to get to an accuracy: the mean over the runs that got there."
-    return Table("reach", caption, columns, records)
+    return Table("reach", caption, columns, records, NOT_REACHED)
 
 
 def _first(run: Told, target: float) -> Metrics | None:
@@ -141,7 +142,9 @@ def devices(run: Told, alone: Told | None, name: str) -> Table:
     columns += [Column(m, f"{m}, %", percent) for m in MODELS if any(r[m] is not None for r in records)]
     if alone:
         columns += [Column("alone", "alone, %", percent), Column("gain", "gain, points", points)]
-    return Table("devices", f"Accuracy per device, best first: {name}, seed {run.seed}.", columns, list(records))
+    which = f"{name}, seed {run.seed}."
+    caption, empty = f"Accuracy per device, best first: {which}", f"{NOT_TESTED}: {which}"
+    return Table("devices", caption, columns, list(records), empty)
 
 
 def best_and_worst(records: Sequence[Mapping[str, Any]], most: int = MOST_LISTED) -> tuple[Sequence[Any], int]:

@@ -181,19 +181,25 @@ def _cell(value: float) -> str:
 
 def split_picture(federation: Any) -> str:
     """Devices by classes: how many samples each device sees labelled and unlabelled, as SVG."""
-    from fedcpsl.data.roles import LABELLED, UNLABELLED
+    import numpy as np
 
+    from fedcpsl.data.roles import LABELLED, UNLABELLED
+    from fedcpsl.report.split import unknown_counts
+
+    unknown = unknown_counts(federation)
     classes = federation.class_names or tuple(map(str, range(federation.classes)))
     rows, columns = federation.devices, federation.classes
     figure, grid = _figure(2.2 + 2 * min(0.42 * columns, 7), 1.4 + min(0.24 * rows, 12), 2)
     for axes, (name, role) in zip(grid, (("labelled", LABELLED), ("unlabelled", UNLABELLED)), strict=True):
-        counts = federation.class_counts(role)
+        counts, names = federation.class_counts(role), classes
+        if role == UNLABELLED and unknown.any():
+            counts, names = np.column_stack([counts, unknown]), (*classes, "?")
         image = axes.imshow(counts, cmap="Greens" if role == LABELLED else "Blues", aspect="auto", vmin=0)
         figure.colorbar(image, ax=axes, shrink=0.8).ax.tick_params(colors=GREY)
         every = max(1, rows // 40)
         axes.set_yticks(range(0, rows, every), federation.names[::every])
         tilt = 90 if max(map(len, classes)) > 2 else 0
-        axes.set_xticks(range(columns), classes, rotation=tilt)
+        axes.set_xticks(range(len(names)), names, rotation=tilt)
         axes.set(title=f"{name} samples", xlabel="class", ylabel="device" if role == LABELLED else "")
         axes.title.set_color(GREY)
         axes.grid(False)

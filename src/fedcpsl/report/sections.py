@@ -8,6 +8,7 @@ from fedcpsl.report import charts, findings
 from fedcpsl.report.charts import Chart
 from fedcpsl.report.devices import device_section
 from fedcpsl.report.drawing import figure, heat_map
+from fedcpsl.report.lead import sentence
 from fedcpsl.report.rerun import rerun_section
 from fedcpsl.report.story import Line, Story
 from fedcpsl.report.tables import Column, Table, percent, points, seconds, size, to_html
@@ -54,43 +55,6 @@ def title_of(story: Story) -> str:
     names = list(dict.fromkeys(line.runs[0].config.algorithm.name for line in story.lines))
     what = ", ".join(names) if len(names) <= 4 else f"{len(names)} algorithms"
     return f"{what} on {', '.join(sets[:3])}{' and more' * (len(sets) > 3)}"
-
-
-def sentence(story: Story) -> str:
-    """What was run, in one sentence."""
-    run = story.lines[0].runs[0]
-    config, work = run.config, run.config.work
-    seeds = sorted({r.seed for r in story.runs})
-    which = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}"
-    more = len(story.lines)
-    what = config.algorithm.name if more == 1 else f"{len(story.runs)} runs of {more} kinds"
-    alike = [r.config for r in story.runs]
-    rounds = {c.work.rounds for c in alike}
-    active = {c.work.active for c in alike}
-    devices = {r.manifest["devices"] for r in story.runs}
-    labels = {labels_seen(c.data) for c in alike}
-    facts = [
-        f"{_one_or_many(devices)} devices",
-        f"{_one_or_many(active)} of them active in each of {_one_or_many(rounds)} rounds",
-        labels.pop() if len(labels) == 1 else "unequal shares of the labels visible",
-        which,
-    ]
-    if work.personal_rounds:
-        facts.insert(2, f"then {work.personal_rounds} personal rounds")
-    return f"{what} on {config.data.dataset}: {', '.join(facts)}."
-
-
-def _one_or_many(values: set[Any]) -> str:
-    known = sorted(values)
-    return f"{known[0]:,}" if len(known) == 1 else f"{known[0]:,} to {known[-1]:,}"
-
-
-def labels_seen(data: Any) -> str:
-    """How many labels devices may see, in words."""
-    share = data.labelled
-    seen = f"{100 * min(share):g} to {100 * max(share):g} %" if isinstance(share, list) else f"{100 * share:g} %"
-    where = "" if data.labelled_devices == "all" else f" at {data.labelled_devices} devices"
-    return f"{seen} of the training labels visible{where}"
 
 
 def state_of(story: Story) -> str:
@@ -149,11 +113,18 @@ def _cards_of_one(story: Story) -> list[tuple[str, ...]]:
     ]
     known = [(name, *_mean_and_half(value)) for name, value in shares if value and value["mean"] is not None]
     if record["gain"]:
-        known.insert(2, ("over training alone", points({"mean": record["gain"]["mean"]}), "points"))
+        gain = record["gain"]["mean"]
+        known.insert(2, _gain_card(gain, "over training alone", "training alone is ahead by so much"))
     costs = [("uplink", size(record["uplink_bytes"])), ("time", seconds(record["seconds"]))]
     if len(line.runs) > 1:
         costs.append(("seeds", str(len(line.runs))))
     return [*known, *costs]
+
+
+def _gain_card(gain: float, ahead: str, behind: str) -> tuple[str, str, str]:
+    """What was gained over training alone; of a loss, by how much training alone is ahead."""
+    lost = round(gain, 4) < 0
+    return (behind, f"{-100 * gain:.2f}", "points") if lost else (ahead, points(gain), "points")
 
 
 def _mean_and_half(value: Mapping[str, float | None]) -> tuple[str, str]:
@@ -172,10 +143,12 @@ def _cards_of_many(story: Story) -> list[tuple[str, ...]]:
         (f"best personal accuracy: {best['name']}", *_mean_and_half(best["personal"])),
         (f"best worst tenth: {fair['name']}", *_mean_and_half(fair["worst_tenth"])),
     ]
-    gained = [r for r in tested if r["gain"]]
-    if gained:
-        most = max(gained, key=lambda r: r["gain"]["mean"])
-        cards.append((f"most over training alone: {most['name']}", points({"mean": most["gain"]["mean"]}), "points"))
+    served = [r for line, r in zip(story.lines, records, strict=True) if not line.runs[0].alone]
+    if served and all(r["gain"] for r in served):  # else the most of some would be taken for that of all
+        most = max(served, key=lambda r: r["gain"]["mean"])
+        ahead = f"most over training alone: {most['name']}"
+        behind = f"training alone is ahead by so much; closest: {most['name']}"
+        cards.append(_gain_card(most["gain"]["mean"], ahead, behind))
     spent = sum(run.last["seconds"] for run in story.runs)
     return [*cards, ("runs", str(len(story.runs))), ("time of all", seconds(spent))]
 
@@ -256,7 +229,7 @@ def _labels(drawn: Mapping[str, Chart]) -> str:
 
 def _cost(story: Story, drawn: Mapping[str, Chart]) -> str:
     table = findings.reach(story)
-    body = _reach_html(story, table) if table.records else '<p class="say">No run got to 50 %.</p>'
+    body = _reach_html(story, table) if table.records else f'<p class="say">{escape(table.empty)}</p>'
     figures = figure(drawn["uplink"]) if "uplink" in drawn else ""
     return f'<h2>What it took</h2><p class="say">{escape(table.caption)}</p>{body}{figures}'
 

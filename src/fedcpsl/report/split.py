@@ -1,6 +1,7 @@
 """A split in the terminal: who holds how many samples of which class, labelled or not."""
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -44,16 +45,28 @@ def split_table(federation: Federation) -> Table:
 
 def class_picture(federation: Federation) -> Table:
     """Devices by classes, the darker the more: what a device sees labelled on the left, unlabelled on the right."""
-    grid = Table(title="devices by classes (known samples)", title_justify="left", box=None, padding=(0, 1))
+    labelled, unlabelled = (federation.class_counts(role) for role in (LABELLED, UNLABELLED))
+    unknown = unknown_counts(federation)
+    shown = [(labelled, labelled.max()), (unlabelled, max(unlabelled.max(), unknown.max()))]
+    says = "?: unlabelled, class unknown" if unknown.any() else "known samples"
+    grid = Table(title=f"devices by classes ({says})", title_justify="left", box=None, padding=(0, 1))
     grid.add_column("device")
-    seen = [federation.class_counts(role) for role in (LABELLED, UNLABELLED)]
-    for name in ("labelled", "unlabelled"):
-        grid.add_column(f"{name}, most {seen[name == 'unlabelled'].max()}", no_wrap=True)
+    for name, (_, most) in zip(("labelled", "unlabelled"), shown, strict=True):
+        grid.add_column(f"{name}, most {most}", no_wrap=True)
+    if unknown.any():
+        grid.add_column("?", no_wrap=True)
+        shown.append((unknown[:, None], shown[1][1]))
     for i, name in enumerate(federation.names[:MOST_DEVICES]):
-        grid.add_row(Text(name), *(_shaded(counts[i], counts.max()) for counts in seen))
+        grid.add_row(Text(name), *(_shaded(counts[i], most) for counts, most in shown))
     if federation.devices > MOST_DEVICES:
-        grid.add_row("...", "", "")
+        grid.add_row("...")
     return grid
+
+
+def unknown_counts(federation: Federation) -> NDArray[np.int64]:
+    """Every device's unlabelled samples whose class nobody knows."""
+    counts: NDArray[np.int64] = federation.counts[:, UNLABELLED] - federation.class_counts(UNLABELLED).sum(1)
+    return counts
 
 
 def _shaded(counts: np.ndarray, most: int) -> Text:

@@ -15,6 +15,7 @@ from fedcpsl.runs.folder import Metrics, failure, is_finished, read_manifest, re
 from fedcpsl.settings import AUTO
 
 MACHINE = ("executor", "slots", "processes", "store", "device", "together", "checkpoint_seconds", "keep")
+COLUMNS = ("device", "name", "labelled", "unlabelled", "active_rounds", "personal", "global", "localized")
 
 
 class Told(NamedTuple):
@@ -39,6 +40,11 @@ class Told(NamedTuple):
     def alone(self) -> bool:
         """Whether its devices have no server."""
         return find_algorithm(self.config.algorithm.name)[1].alone
+
+    @property
+    def adapted_from(self) -> str:
+        """The run whose global model `fedcpsl adapt` made it from; empty where it is a run itself."""
+        return str(self.manifest.get("adapted_from", {}).get("run", ""))
 
 
 class Line(NamedTuple):
@@ -107,9 +113,20 @@ def tell(folder: Path) -> Told | None:
         return None
     devices: list[dict[str, str]] = []
     if is_finished(folder):
-        with (folder / "devices.csv").open(newline="", encoding="utf-8") as file:
-            devices = list(csv.DictReader(file))
+        devices = _read_devices(folder / "devices.csv")
     return Told(folder, read_run_config(folder), read_manifest(folder), metrics, devices, bool(devices))
+
+
+def _read_devices(path: Path) -> list[dict[str, str]]:
+    """The table of a run's devices; refuses one that lacks a column."""
+    with path.open(newline="", encoding="utf-8") as file:
+        table = csv.DictReader(file)
+        missing = [column for column in COLUMNS if column not in (table.fieldnames or ())]
+        if missing:
+            raise InputError(
+                f"{path}: has no column {missing[0]!r}; was it changed by hand? It needs {','.join(COLUMNS)}"
+            )
+        return list(table)
 
 
 def runs_in(path: Path) -> list[Path]:

@@ -24,6 +24,7 @@ class Table(NamedTuple):
     caption: str
     columns: list[Column]
     records: list[Mapping[str, Any]]
+    empty: str = "There is nothing to list."  # said in its place where it has no records
 
     def rows(self) -> list[list[str]]:
         return [[column.text(record.get(column.key)) for column in self.columns] for record in self.records]
@@ -97,6 +98,8 @@ def _order(value: Any) -> str:
 
 
 def to_markdown(table: Table) -> str:
+    if not table.records:
+        return f"{table.empty}\n"
     rule = ["---"] + ["---:"] * (len(table.columns) - 1)
     rows = [[column.title for column in table.columns], rule, *table.rows()]
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
@@ -108,7 +111,9 @@ LATEX |= {mark: f"\\{mark}" for mark in "&%$#_{}"}
 
 
 def to_latex(table: Table) -> str:
-    """A table for booktabs."""
+    """A table for booktabs; a comment where it would be empty, which does not compile."""
+    if not table.records:
+        return f"% {table.empty}\n"
 
     def safe(text: str) -> str:
         return "".join(LATEX.get(letter, letter) for letter in text)

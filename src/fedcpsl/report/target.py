@@ -12,6 +12,7 @@ CAPTIONS = (
     "Every evaluated round; accuracies in %",
     r"Every evaluated round; accuracies in \%",
 )
+EMPTY = ("No run got to 50 %.", "No device has a test set: ")
 HEADS = (
     "name,seeds,rounds,personal",
     "name,accuracy,rounds,uplink_bytes,seconds",
@@ -19,8 +20,11 @@ HEADS = (
     "device,labelled,unlabelled,active_rounds",
 )
 OPENINGS = {  # how the files of a format begin
-    "md": CAPTIONS,
-    "latex": tuple(f"\\begin{{table}}\n  \\centering\n  \\caption{{{caption}" for caption in CAPTIONS),
+    "md": (*CAPTIONS, *EMPTY),
+    "latex": (
+        *(f"\\begin{{table}}\n  \\centering\n  \\caption{{{caption}" for caption in CAPTIONS),
+        *(f"% {words}" for words in EMPTY),
+    ),
     "csv": HEADS,
 }
 
