@@ -17,7 +17,7 @@ SMALL = {
     "cifar_cpu.py": (["--turns", "1", "--steps", "1"], "times as fast; matmul"),
     "many_devices.py": (
         ["--devices", "100,200", "--stores", "disk", "--rounds", "20", "--steps", "1", "--repeats", "1"],
-        "200",
+        "200 devices",
     ),
     "large_table.py": (["--rows", "2000", "--features", "3"], "2,000 rows of 3 features"),
 }

@@ -21,9 +21,7 @@ from fedcpsl.evaluation import (
 from fedcpsl.simulation import State
 from fedcpsl.simulation.transfer import sent
 
-ROWS_AT_ONCE = (
-    32768  # of models side by side, whatever memory is free: where a batch is cut must not change from run to run
-)
+ROWS_AT_ONCE = 32768  # of models side by side; not by what memory is free, for the same run must be cut the same way
 
 Examine = Callable[[Sequence[State]], Pending]
 

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fedcpsl.errors import InputError
-
-SUFFIXES = {"onnx": ".onnx", "torch": ".pt2", "safetensors": ".safetensors"}
+from fedcpsl.export import SUFFIXES
 
 
 def add(commands: Any) -> None:

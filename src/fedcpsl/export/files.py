@@ -14,7 +14,6 @@ from torch import Tensor
 from fedcpsl.errors import InputError
 from fedcpsl.export.about import KEY, About, opened, sealed
 
-SUFFIXES = {"onnx": ".onnx", "torch": ".pt2", "safetensors": ".safetensors"}
 EXTRA_FILE = f"{KEY}.json"
 NOT_SEALED = (f"extra/{EXTRA_FILE}", ".data/serialization_id")  # the manifest itself, and a number that follows
 WEIGHTS = "data/weights/"

@@ -8,8 +8,9 @@ import torch
 from numpy.typing import NDArray
 
 from fedcpsl.errors import InputError
+from fedcpsl.export import SUFFIXES
 from fedcpsl.export.about import About, Answer, Predictor
-from fedcpsl.export.files import SUFFIXES, Weights, read_onnx, read_safetensors, read_torch
+from fedcpsl.export.files import Weights, read_onnx, read_safetensors, read_torch
 from fedcpsl.export.graph import EXTRA, PersonalModel, with_tensors
 from fedcpsl.models import make_model
 
