@@ -95,7 +95,8 @@ def _best_points(study: Study, cells: Sequence[Cell]) -> list[Matrix]:
         keys = list(own[0].line.point)
         rows = [[*(str(c.line.point[key]) for key in keys), f"{judged(c)[0]:.2f}", _spread(c)] for c in own[:5]]
         head = [*(key.partition(".")[2] for key in keys), "accuracy, %", "by seed"]
-        tables.append(Matrix(f"{row}: the best five of {len(own)} points.", head, rows))
+        which = f"the best five of {len(own)} points" if len(own) > 5 else "every point, the best first"
+        tables.append(Matrix(f"{row}: {which}.", head, rows))
     return tables
 
 

@@ -90,7 +90,8 @@ def _maps(cells: Sequence[Cell]) -> str:
     panels: dict[str, Any] = {}
     for cell in cells:
         point = cell.line.point
-        rest = [str(value) for key, value in point.items() if key not in (x, y)]
+        others = {key.partition(".")[2]: value for key, value in point.items() if key not in (x, y)}
+        rest = [value if isinstance(value, str) else f"{name} = {value}" for name, value in others.items()]
         title = ", ".join([cell.line.row, *([cell.line.panel] if cell.line.panel else []), *rest])
         table = panels.setdefault(title, np.full((len(ys), len(xs)), np.nan))
         value = judged(cell)[0]
