@@ -293,11 +293,11 @@ def other_tiles(parts: Parts) -> None:
     """The second convolution in programs of other sizes, to choose from."""
     for dot in ("tf32", "bf16"):
         for tile in TILES:
-            with patch("fedcpsl.layers.launch.TILE", tile):
+            with patch("fedcpsl.layers.launch_convolution.TILE", tile):
                 parts.conv2(dot, str(tile))
         for tile in WEIGHT_TILES:
             name = "WEIGHT_TILE_BF16" if dot == "bf16" else "WEIGHT_TILE"
-            with patch(f"fedcpsl.layers.launch.{name}", tile):
+            with patch(f"fedcpsl.layers.launch_convolution.{name}", tile):
                 parts.conv2_weights(dot, str(tile))
 
 

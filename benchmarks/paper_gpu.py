@@ -104,6 +104,9 @@ def main() -> None:
     source = load_data(config.data)
     jobs = [(runs, chosen.rounds, "vectorised") for runs in chosen.runs]
     jobs += [(1, chosen.sequential_rounds, "sequential")] if chosen.sequential_rounds else []
+    began = time.perf_counter()
+    measure(config, source, 1, 1, "vectorised")
+    print(f"a first run of one round, with what is compiled once on a machine: {time.perf_counter() - began:.1f} s")
     found = []
     for job in jobs:
         found.append(measure(config, source, *job))

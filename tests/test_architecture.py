@@ -11,7 +11,7 @@ ORDER = [
     ["settings"],
     ["config", "layers", "each", "each_kernels"],
     ["network", "models", "schedule"],
-    ["problem"],
+    ["problem", "problem_kernels"],
     ["algorithm"],
     ["algorithms"],
     ["data"],

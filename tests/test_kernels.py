@@ -11,6 +11,7 @@ from fedcpsl.layers import Arithmetic, Layer, backward, bind, forward, walk
 from fedcpsl.layers.convolution import convolution
 from fedcpsl.layers.linear import linear, matrices_of, totals_of
 from fedcpsl.layers.simple import dropout
+from fedcpsl.problem import Costs, Samples, costs_and_slope_at_once, local_cost, mixture
 
 pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() and find_spec("triton")), reason="our own kernels need a CUDA GPU and Triton"
@@ -140,6 +141,74 @@ def test_one_convolution(shape, options, arithmetic, tolerance):
         assert error(found, expected) < tolerance
 
 
+@pytest.mark.parametrize("samples", [5, 60])
+@pytest.mark.parametrize(
+    ("shape", "size", "options"),
+    [((3, 20, 5), (12, 15), {}), ((32, 64, 3), (9, 8), {"padding": (1, 0)}), ((64, 32, (2, 4)), (7, 11), {})],
+    ids=str,
+)
+@pytest.mark.parametrize(("arithmetic", "tolerance"), WAYS_OF_NETWORKS, ids=str)
+def test_a_convolution_and_the_pooling_after_it(shape, size, options, samples, arithmetic, tolerance):
+    """As one kernel, and taken back; 60 samples fill the programs that leave out what reaches no output."""
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = arithmetic.precision == "tf32"
+    inputs, outputs, kernel = shape
+    conv = nn.Conv2d(inputs, outputs, kernel, **options)
+    layer = Layer(conv, {"weight": "weight", "bias": "bias"}, narrow=True)
+    layer = layer._replace(pool=Layer(nn.MaxPool2d(2), {}, rectified=True))
+    parameters = {
+        "weight": torch.randn(SLOTS, MODELS, *conv.weight.shape).cuda() / conv.weight[0].numel() ** 0.5,
+        "bias": torch.randn(SLOTS, MODELS, outputs).cuda(),
+    }
+    x = torch.randn(SLOTS, 1, samples, inputs, *size).cuda()
+
+    def found(arithmetic, dtype, to_x):
+        own = {name: p.to(dtype) for name, p in parameters.items()}
+        totals = {name: torch.ones_like(p) for name, p in own.items()}
+        with torch.inference_mode():
+            y, pull = convolution(layer, own, totals, x.to(dtype), arithmetic)
+            back = pull(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y), to_x)
+        return [y, *(total - 1 for total in totals.values()), *([back] if to_x else [])]
+
+    for to_x in (True, False):
+        pairs = zip(
+            found(arithmetic, torch.float32, to_x), found(Arithmetic(kernels="off"), torch.float64, to_x), strict=True
+        )
+        for i, (mine, expected) in enumerate(pairs):
+            assert mine.shape == expected.shape
+            loose = 0.02 if arithmetic.precision == "ieee" else 0.3  # a rounding decides a window now and then
+            assert error(mine, expected) < (tolerance if i == 0 else loose)
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)])
+def test_costs_and_their_slope_at_once(mixed, dtype, tolerance):
+    torch.manual_seed(0)
+    slots, samples, classes = 3, 70, 10
+    outputs = 3 * torch.randn(slots, 2 if mixed else 1, samples, classes, dtype=torch.float64).cuda()
+    target = torch.softmax(torch.randn(slots, samples, classes, dtype=torch.float64), -1).cuda()
+    target[:, :20] = torch.eye(classes, dtype=torch.float64).repeat(2, 1).cuda()
+    labelled, unlabelled = (torch.zeros(slots, samples, dtype=torch.float64).cuda() for _ in range(2))
+    labelled[:, :20], unlabelled[:, 20:65] = 1 / 20, 1 / 45  # the last five are padding
+    alpha_p, alpha_r = torch.rand(2, slots, dtype=torch.float64).cuda()
+    beta = torch.tensor([0.0, 0.3, 1.0], dtype=torch.float64).cuda()
+    given = (outputs, target, labelled, unlabelled)
+    costs, slope = costs_and_slope_at_once(
+        *(t.to(dtype) for t in given),
+        (alpha_p.to(dtype), alpha_r.to(dtype)),
+        beta.to(dtype) if mixed else None,
+    )
+    outputs = outputs.requires_grad_()
+    log_h = torch.log_softmax(outputs, -1)
+    if mixed:
+        log_h = torch.stack([log_h[:, 0], mixture(log_h[:, 1], log_h[:, 0].detach(), beta)], 1)
+    each = Samples(target, target[:, None], labelled[:, None], unlabelled[:, None])
+    expected = local_cost(log_h, each, alpha_p[:, None], alpha_r[:, None], Costs())
+    (gradient,) = torch.autograd.grad(expected.sum(), outputs)
+    assert error(costs, expected.detach()) < tolerance
+    assert error(slope, gradient) < tolerance
+
+
 @pytest.mark.parametrize("rows", [10, 50])
 @pytest.mark.parametrize(("arithmetic", "tolerance"), WAYS, ids=str)
 def test_a_wide_linear_layer(rows, arithmetic, tolerance):
@@ -180,13 +249,14 @@ def test_dropout_has_the_same_bits(p, channelwise):
 
 
 @pytest.mark.parametrize("relu", [False, True])
-def test_pooling_picks_the_first_of_equals(relu):
+@pytest.mark.parametrize("arithmetic", [Arithmetic(), Arithmetic("ieee", "ieee")], ids=str)
+def test_pooling_picks_the_first_of_equals(relu, arithmetic):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(2, 3, 2), *[nn.ReLU()] * relu, nn.MaxPool2d(2), nn.Flatten())
     parameters = {name: torch.randn(SLOTS, MODELS, *p.shape).round().cuda() for name, p in params(module)}
     x = torch.randn(SLOTS, 1, SAMPLES, 2, 10, 12).round().cuda()
     known = (module, parameters, x, None)
-    for found, expected in zip(passes(*known, Arithmetic()), in_float64(*known), strict=True):
+    for found, expected in zip(passes(*known, arithmetic), in_float64(*known), strict=True):
         assert torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-4)
 
 

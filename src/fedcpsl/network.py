@@ -28,11 +28,13 @@ from fedcpsl.layers import (
     runs_without_vmap,
     walk,
 )
+from fedcpsl.layers.own import own_kernels
 from fedcpsl.views import remembered
 
 Leaves = tuple[Tensor, ...]
 Cost = Callable[[Tensor], Tensor]  # from log h to costs
 Slope = Callable[[Tensor], tuple[Tensor, Tensor]]  # from log h to costs and their gradient in log h
+SlopeAtOnce = Callable[[Tensor], tuple[Tensor, Tensor] | None]  # the same from outputs and in them, where it can
 _KEEPS_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
@@ -100,6 +102,8 @@ class Network:
     def log_probabilities(self, theta: Tensor, x: Tensor) -> Tensor:
         """log h(theta; x) in evaluation mode, [..., samples, classes]; theta [..., parameters], x [..., samples, *]."""
         self._set_mode(training=False)
+        if theta.dim() == 1 and self.batched and self._has_own_kernels(x):
+            return self.log_probabilities(theta[None], x[None])[0]
         leaves, lead = self.split(theta), theta.shape[:-1]
         if not lead:
             return self._one(leaves, x, None)
@@ -109,12 +113,25 @@ class Network:
             return torch.log_softmax(outputs, -1).reshape(*lead, *outputs.shape[2:])
         return self._each(self._models(_by_model(leaves, lead)), x, None, lead)
 
+    def _has_own_kernels(self, x: Tensor) -> bool:
+        """Whether its convolutions are kernels of our own, which are faster than PyTorch's for one model too."""
+        convolves = self._by_hand and any(is_convolution(layer) for layer in self._layers)
+        return convolves and self.arithmetic.dot is not None and own_kernels(self.arithmetic, x) is not None
+
     def add_gradient(
-        self, into: Leaves, models: Leaves, x: Tensor, keys: Tensor | None, cost: Cost, slope: Slope | None = None
+        self,
+        into: Leaves,
+        models: Leaves,
+        x: Tensor,
+        keys: Tensor | None,
+        cost: Cost,
+        slope: Slope | None = None,
+        at_once: SlopeAtOnce | None = None,
     ) -> Tensor:
         """The costs [...] of log h(models; x) in training mode; their gradient in `models` is added to `into`.
 
-        Where `slope` is given, a batched network takes it for the gradient of `cost`, and spares autograd.
+        Where `slope` is given, a batched network takes it for the gradient of `cost`, and spares autograd; `at_once`,
+        if it is given too, may do the same from the outputs on.
 
         The first dimensions of all leaves are those of `x` before its samples. With `keys`, one per sample, dropout
         is active and its masks are drawn from them.
@@ -124,7 +141,7 @@ class Network:
         if self.batched and lead:
             # inference mode spares each small operation autograd's bookkeeping, where nothing needs autograd
             with torch.inference_mode(slope is not None and self._by_hand):
-                return self._add_gradient_batched(into, models, x, keys, slope or _differentiated(cost), lead)
+                return self._add_gradient_batched(into, models, x, keys, slope or _differentiated(cost), at_once, lead)
         costs, gradients = self._gradients(models, x, keys, cost, lead)
         there = [(total, g) for total, g in zip(_by_model(into, lead), gradients, strict=True) if g is not None]
         torch._foreach_add_(*map(list, zip(*there, strict=True)))
@@ -158,10 +175,15 @@ class Network:
         x: Tensor,
         keys: Tensor | None,
         slope: Slope,
+        at_once: SlopeAtOnce | None,
         lead: torch.Size,
     ) -> Tensor:
         keys = None if keys is None else _as_grid(keys, lead)
         outputs, pulls = forward(self._learning(models, into) or self._bound(models, into), _as_grid(x, lead), keys)
+        found = at_once(outputs) if at_once and len(lead) == 2 else None
+        if found:
+            backward(pulls, found[1])
+            return found[0]
         log_h = torch.log_softmax(outputs, -1)
         costs, gradient = slope(log_h.view(*lead, *log_h.shape[2:]))
         gradient = gradient.reshape(log_h.shape)

@@ -6,16 +6,19 @@ dimensions (none for one device, one slot per device when many run side by side)
 """
 
 from collections.abc import Callable
+from importlib import import_module
 from math import log
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedcpsl.each import has_triton
 from fedcpsl.views import remembered
 
 LOG_FLOOR = 1e-12
 SampleCost = Callable[[Tensor, Tensor], Tensor]
+Alphas = tuple[Tensor, Tensor]  # alpha_p and alpha_r
 
 
 def cross_entropy(log_h: Tensor, target: Tensor) -> Tensor:
@@ -100,6 +103,25 @@ def local_cost_and_slope(log_h: Tensor, target: Tensor, weights: Weights) -> tup
     each = (slope * log_h).addcmul_(of_regulariser, torch.special.entr(target), value=-1)
     cost = torch.add(each.sum((-2, -1)), uncertain, alpha=2 * log(log_h.shape[-1]))  # R has log C twice
     return cost, slope.addcmul_(flattening, log_h)
+
+
+def costs_and_slope_at_once(
+    outputs: Tensor, target: Tensor, labelled: Tensor, unlabelled: Tensor, alphas: Alphas, beta: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    """The costs of outputs [slots, models, samples, classes] and their gradient in them, by one kernel, on a GPU.
+
+    With `beta` there are two models, the second localized: its costs are those of the mixture. None where there is no
+    kernel for it, which changes nothing beyond rounding.
+    """
+    of_a_kind = outputs.is_cuda and outputs.dim() == 4 and outputs.dtype in (torch.float32, torch.float64)
+    if not (of_a_kind and has_triton()):
+        return None
+    kernels = import_module("fedcpsl.problem_kernels")
+    if outputs.shape[-1] > kernels.MOST_CLASSES or outputs.shape[1] != (1 if beta is None else 2):
+        return None
+    shares = None if beta is None else _log_shares(beta)
+    found: tuple[Tensor, Tensor] = kernels.costs_and_slope(outputs, target, (labelled, unlabelled), alphas, shares)
+    return found
 
 
 @remembered

@@ -12,6 +12,7 @@ from fedcpsl.problem import (
     Samples,
     Weights,
     closed_form_labels,
+    costs_and_slope_at_once,
     gradient_labels,
     local_cost,
     local_cost_and_slope,
@@ -112,8 +113,9 @@ def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
         costs, momenta = method.network.gradient(models, x, keys, partial(step_costs, *given))
     else:
         momenta = momentum(hyper.gamma, local.momenta, local.correction) if needed else no_momentum(local.momenta)
-        slope = partial(step_slope, *given) if method.costs.closed_form else None
-        costs = method.network.add_gradient(momenta, models, x, keys, partial(step_costs, *given), slope)
+        at_once = partial(step_slope_at_once, method, hyper, samples)
+        slopes = (partial(step_slope, *given), at_once) if method.costs.closed_form else ()
+        costs = method.network.add_gradient(momenta, models, x, keys, partial(step_costs, *given), *slopes)
     descend(models, _etas(method, hyper), momenta)
     return local._replace(costs=local.costs + costs)
 
@@ -157,6 +159,15 @@ def step_slope(method: Method, hyper: Hyper, models: Leaves, samples: Samples, l
     costs, slope = local_cost_and_slope(predictions, target, weights)
     slope.select(lead, 1).mul_(mixture_share(log_h_lc, mixed, hyper.beta))
     return costs, slope
+
+
+def step_slope_at_once(method: Method, hyper: Hyper, samples: Samples, outputs: Tensor) -> tuple[Tensor, Tensor] | None:
+    """As `step_slope`, from the networks' outputs and in them, where there is a kernel for it."""
+    mixes = method.parts.personal and not method.trains_localized_alone
+    if samples.partner is not None or (mixes and not method.network.same_in_both_modes):
+        return None
+    alphas, beta = (hyper.alpha_p, hyper.alpha_r), hyper.beta if mixes else None
+    return costs_and_slope_at_once(outputs, samples.target, samples.labelled, samples.unlabelled, alphas, beta)
 
 
 def _mixed(method: Method, hyper: Hyper, models: Leaves, samples: Samples, log_h: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from fedcpsl.layers.geometry import (
 from fedcpsl.layers.linear import Totals, linear, matrices_of, totals_of
 from fedcpsl.layers.own import own_kernels
 from fedcpsl.layers.products import Arithmetic, factor
+from fedcpsl.layers.simple import pooling
 from fedcpsl.layers.walk import Layer, Pull
 
 PATCHES_AT_ONCE = 1 << 26  # numbers in one copy, where nothing needs the copy later
@@ -26,7 +27,27 @@ PATCHES_AT_ONCE = 1 << 26  # numbers in one copy, where nothing needs the copy l
 def convolution(
     layer: Layer, parameters: Mapping[str, Tensor], totals: Mapping[str, Tensor], x: Tensor, arithmetic: Arithmetic
 ) -> tuple[Tensor, Pull]:
-    """A convolution of x [slots, models or 1, samples, channels, ...], with the ReLU after it if it has one."""
+    """A convolution of x [slots, models or 1, samples, channels, ...], with the ReLU and pooling after it, if any."""
+    if layer.pool is None:
+        return _alone(layer, parameters, totals, x, arithmetic)
+    kernels = own_kernels(arithmetic, x, parameters["weight"]) if arithmetic.dot else None
+    geometry = geometry_of(layer.module, (x.shape[-2], x.shape[-1]))
+    if kernels and kernels.pooled.suits(geometry, x, arithmetic.dot):
+        return kernels.pooled.convolution_and_pooling(layer, geometry, parameters, totals, x, arithmetic)
+    y, take_back = _alone(layer, parameters, totals, x, arithmetic)
+    pooled, from_windows = pooling(layer.pool, y, arithmetic)
+
+    def pull(gradient: Tensor, to_x: bool) -> Tensor | None:
+        handed_back = from_windows(gradient, True)
+        assert handed_back is not None
+        return take_back(handed_back, to_x)
+
+    return pooled, pull
+
+
+def _alone(
+    layer: Layer, parameters: Mapping[str, Tensor], totals: Mapping[str, Tensor], x: Tensor, arithmetic: Arithmetic
+) -> tuple[Tensor, Pull]:
     trailing = x.dim() - 4
     x = as_grid(x, trailing)
     geometry = geometry_of(layer.module, (x.shape[-2], x.shape[-1]))

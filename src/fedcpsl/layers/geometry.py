@@ -110,4 +110,4 @@ def add_up_patches(columns: Tensor, geometry: Geometry, images: int) -> Tensor:
 
 def rectify_gradient(gradient: Tensor, y: Tensor) -> Tensor:
     """A gradient taken back through the ReLU that gave y."""
-    return torch.ops.aten.threshold_backward(gradient, y, 0)
+    return torch.ops.aten.threshold_backward(gradient.to(y.dtype), y, 0)

@@ -137,24 +137,29 @@ def weigh(
 @triton.jit
 def add_parts(
     parts, bias_parts, weight_total, bias_total, shares,
-    OUTS: tl.constexpr, C: tl.constexpr, PLACES: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    OUTS: tl.constexpr, C: tl.constexpr, PLACES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Adds the parts of `weigh`, in order, to totals [slots * models, outputs, channel, (i, j)] and [.., outputs]."""
     at, count = tl.program_id(0), tl.num_programs(0)
     size: tl.constexpr = OUTS * C * PLACES
     e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    found = tl.zeros((BLOCK,), tl.float32)
-    for share in range(shares):
-        found += tl.load(parts + (share * count + at).to(tl.int64) * size + e, mask=e < size, other=0.0)
+    found = tl.zeros((AT_ONCE, BLOCK), tl.float32)
+    for first in range(0, shares, AT_ONCE):
+        share = first + tl.arange(0, AT_ONCE)[:, None]
+        pointers = parts + (share * count + at).to(tl.int64) * size + e[None, :]
+        found += tl.load(pointers, mask=(share < shares) & (e < size)[None, :], other=0.0)
     o, place, c = e // (PLACES * C), (e // C) % PLACES, e % C
     into = weight_total + at.to(tl.int64) * size + (o * C + c) * PLACES + place
-    tl.store(into, tl.load(into, mask=e < size) + found, mask=e < size)
+    tl.store(into, tl.load(into, mask=e < size) + tl.sum(found, 0), mask=e < size)
     if HAS_BIAS and tl.program_id(1) * BLOCK < OUTS:
-        found = tl.zeros((BLOCK,), tl.float32)
-        for share in range(shares):
-            found += tl.load(bias_parts + (share * count + at) * OUTS + e, mask=e < OUTS, other=0.0)
+        found = tl.zeros((AT_ONCE, BLOCK), tl.float32)
+        for first in range(0, shares, AT_ONCE):
+            share = first + tl.arange(0, AT_ONCE)[:, None]
+            pointers = bias_parts + (share * count + at) * OUTS + e[None, :]
+            found += tl.load(pointers, mask=(share < shares) & (e < OUTS)[None, :], other=0.0)
         into = bias_total + at * OUTS + e
-        tl.store(into, tl.load(into, mask=e < OUTS) + found, mask=e < OUTS)
+        tl.store(into, tl.load(into, mask=e < OUTS) + tl.sum(found, 0), mask=e < OUTS)
 
 
 @triton.jit

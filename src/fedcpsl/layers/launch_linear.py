@@ -26,7 +26,7 @@ def outputs(rows: Tensor, weight: Tensor, bias: Tensor | None, dot: str) -> Tens
     block_m, block_n = (128 if out > 64 else 64), _few(rows.shape[1])
     wanted = max(1, PROGRAMS // (batch * ceil(out / block_m)))
     each = 64 * ceil(inputs / (64 * wanted))
-    parts = rows.new_empty(ceil(inputs / each), batch, rows.shape[1], out)
+    parts = weight.new_empty(ceil(inputs / each), batch, rows.shape[1], out)
     _multiply(weight, rows.mT, parts[0].mT, (block_m, block_n, 64), dot, each=each)
     y = parts.sum(0) if len(parts) > 1 else parts[0]
     return y if bias is None else y.add_(bias)

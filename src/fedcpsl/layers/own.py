@@ -1,4 +1,4 @@
-"""Whether kernels of our own can be used: float32 on a CUDA GPU, where Triton is installed."""
+"""Whether kernels of our own can be used: float32 and bfloat16 on a CUDA GPU, where Triton is installed."""
 
 from importlib import import_module
 from typing import Any
@@ -9,10 +9,12 @@ from torch import Tensor
 from fedcpsl.each import has_triton
 from fedcpsl.layers.products import Arithmetic
 
+KINDS = (torch.float32, torch.bfloat16)
+
 
 def own_kernels(arithmetic: Arithmetic, *tensors: Tensor) -> Any:
     """The module `fedcpsl.layers.launch`, or None where PyTorch's own operations are to do it."""
-    if arithmetic.kernels == "off" or not all(t.is_cuda and t.dtype == torch.float32 for t in tensors):
+    if arithmetic.kernels == "off" or not all(t.is_cuda and t.dtype in KINDS for t in tensors):
         return None
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return None  # someone wants autograd to see every operation

@@ -15,7 +15,8 @@ class Arithmetic(NamedTuple):
     """How products are computed.
 
     `ieee` and `tf32` are the same to PyTorch's matmuls, which a global setting tells apart; kernels of our own need
-    to know. `bf16` rounds the factors of every matmul to bfloat16 and adds up in float32.
+    to know. `bf16` rounds the factors of every matmul to bfloat16 and adds up in float32; what goes from one
+    convolution to the next may be kept rounded.
     """
 
     precision: str = "ieee"

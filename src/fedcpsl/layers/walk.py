@@ -23,6 +23,8 @@ class Layer(NamedTuple):
     masked_later: bool = False  # the next layer takes the gradient back through this layer's ReLU
     masks_gradient: bool = False  # x came from a ReLU, through which this layer takes its gradient back
     before_flat: bool = False  # no layer on a grid follows
+    pool: "Layer | None" = None  # the 2 x 2 pooling that follows the convolution, part of the layer too
+    narrow: bool = False  # only layers that pick or drop numbers come between the convolution and the next matmul
 
 
 def walk(module: nn.Module, trained: Mapping[str, object]) -> list[Layer]:
@@ -33,8 +35,37 @@ def walk(module: nn.Module, trained: Mapping[str, object]) -> list[Layer]:
         if is_convolution(layer) and layer.rectified and after and is_convolution(after):
             layers[i], layers[i + 1] = layer._replace(masked_later=True), after._replace(masks_gradient=True)
         on_grid = any(is_convolution(other) or is_pooling(other) for other in layers[i + 1 :])
-        layers[i] = layers[i]._replace(before_flat=not on_grid)
-    return layers
+        layers[i] = layers[i]._replace(before_flat=not on_grid, narrow=_feeds_a_matmul(layers[i + 1 :]))
+    return _with_pooling_taken_in(layers)
+
+
+def _feeds_a_matmul(after: list[Layer]) -> bool:
+    for layer in after:
+        if is_convolution(layer) or is_matmul(layer):
+            return True
+        if not (is_pooling(layer) or is_dropout(layer) or type(layer.module) in (nn.ReLU, nn.Flatten)):
+            return False
+    return False
+
+
+def _with_pooling_taken_in(layers: list[Layer]) -> list[Layer]:
+    joined: list[Layer] = []
+    for layer in layers:
+        if joined and is_convolution(joined[-1]) and joined[-1].pool is None and _halves(layer):
+            joined[-1] = joined[-1]._replace(pool=layer, before_flat=layer.before_flat)
+        else:
+            joined.append(layer)
+    return joined
+
+
+def _halves(layer: Layer) -> bool:
+    """Whether it is a max pooling of 2 x 2 windows side by side."""
+    pool = layer.module
+    if not (is_pooling(layer) and isinstance(pool, nn.MaxPool2d)):
+        return False
+    given = (pool.kernel_size, pool.stride, pool.padding, pool.dilation)
+    plain = all(number in (one, (one, one)) for number, one in zip(given, (2, 2, 0, 1), strict=True))
+    return plain and not pool.ceil_mode
 
 
 def _flat(module: nn.Module, trained: Mapping[str, object], prefix: str) -> list[Layer]:

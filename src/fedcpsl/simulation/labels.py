@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from fedcpsl.algorithm import Hyper, map_tensors
@@ -66,27 +67,28 @@ def _renew_together(slots: Sequence[Slot], ground: Ground) -> None:
     most_first = sorted(slots, key=lambda slot: -counts[id(slot)])
     step, begun = max(1, ROWS_TOGETHER // len(slots)), 0
     while most_first:
-        sizes = np.array([counts[id(slot)] for slot in most_first])
-        width = min(step, int(sizes[0]) - begun)
-        first = np.array([slot.ask.first_row + _rows(slot).start for slot in most_first])
-        place = begun + np.arange(width)
-        real = place < sizes[:, None]
-        _renew_block(most_first, ground, first[:, None] + np.minimum(place, sizes[:, None] - 1), real)
-        begun += width
+        left = np.array([counts[id(slot)] - begun for slot in most_first])
+        first = np.array([slot.ask.first_row + _rows(slot).start + begun for slot in most_first])
+        _renew_block(most_first, ground, first, np.minimum(left, step))
+        begun += step
         most_first = [slot for slot in most_first if counts[id(slot)] > begun]
 
 
-def _renew_block(slots: Sequence[Slot], ground: Ground, rows: NDArray[np.int64], real: NDArray[np.bool_]) -> None:
-    """A block of rows [slots, width], of which only the real ones are written."""
-    setup = slots[0].ask.setup
+def _renew_block(slots: Sequence[Slot], ground: Ground, first: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+    """Some rows of every slot, `counts` from `first` on: its own last one again where it has fewer than the others."""
+    setup, width = slots[0].ask.setup, int(counts.max())
     device, broadcast = states_of(slots, setup.method)
-    place = sent(rows, ground.targets.device)
-    flat = place.flatten()
-    x = taken(ground.raw, ground.source.index_select(0, flat), rows.shape, *scaling_of(slots))
-    nu = ground.targets.index_select(0, flat).view(*rows.shape, -1)
-    renewed = setup.algorithm.relabel(setup.method, hyper_of(slots), broadcast, device, x, nu, rows.shape[1])
-    chosen = sent(np.flatnonzero(real), flat.device)
-    ground.targets.index_copy_(0, flat.index_select(0, chosen), renewed.flatten(0, 1).index_select(0, chosen))
+    begin, own, before = sent(np.stack([first, counts, counts.cumsum() - counts]), ground.targets.device)
+    along = torch.arange(width, device=begin.device)
+    flat = (begin[:, None] + torch.minimum(along, own[:, None] - 1)).flatten()
+    shape = (len(slots), width)
+    x = taken(ground.raw, ground.source.index_select(0, flat), shape, *scaling_of(slots))
+    nu = ground.targets.index_select(0, flat).view(*shape, -1)
+    renewed = setup.algorithm.relabel(setup.method, hyper_of(slots), broadcast, device, x, nu, width)
+    total = int(counts.sum())  # known here, so that the host need not wait to be told
+    slot = torch.repeat_interleave(torch.arange(len(slots), device=begin.device), own, output_size=total)
+    real = slot * width + torch.arange(total, device=begin.device) - before[slot]
+    ground.targets.index_copy_(0, flat.index_select(0, real), renewed.flatten(0, 1).index_select(0, real))
 
 
 def _rows(slot: Slot) -> slice:

@@ -1,0 +1,33 @@
+"""Pseudo-labels renewed for many devices side by side, as a GPU does it, against one device after another."""
+
+import pytest
+import torch
+
+from fedcpsl.config import Config, with_settings
+from fedcpsl.runs.experiment import build, load_data
+from fedcpsl.simulation import executors, labels, simulate
+from fedcpsl.simulation.slots import Slot
+
+
+@pytest.mark.parametrize("together", [labels.ROWS_TOGETHER, 40])  # all rows of the devices, and a few at a time
+def test_side_by_side_or_one_after_another(monkeypatch, together):
+    monkeypatch.setattr(labels, "ROWS_TOGETHER", together)
+    gaps = []
+
+    def both_ways(asks, ground):
+        before = ground.targets.clone()
+        due = [Slot(run, ask, task) for run, ask in enumerate(asks) for task in ask.plan if labels.is_due(ask, task)]
+        labels._renew_together(due, ground)
+        side_by_side = ground.targets.clone()
+        ground.targets.copy_(before)
+        labels.renew_labels(asks, ground)
+        assert len({labels._rows(slot).stop - labels._rows(slot).start for slot in due}) > 1
+        assert not torch.equal(ground.targets, before)
+        gaps.append((ground.targets - side_by_side).abs().max().item())
+
+    monkeypatch.setattr(executors, "renew_labels", both_ways)
+    settings = {"work.rounds": 2, "run.executor": "vectorised", "run.processes": 1, "run.dtype": "float64"}
+    config = with_settings(Config(), settings | {"data.partition": "dirichlet"})
+    list(simulate(build(config, load_data(config.data), []).setup))
+    assert len(gaps) == 2
+    assert max(gaps) < 1e-10
