@@ -108,10 +108,10 @@ def local_cost_and_slope(log_h: Tensor, target: Tensor, weights: Weights) -> tup
 def costs_and_slope_at_once(
     outputs: Tensor, target: Tensor, labelled: Tensor, unlabelled: Tensor, alphas: Alphas, beta: Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
-    """The costs of outputs [slots, models, samples, classes] and their gradient in them, by one kernel, on a GPU.
+    """grad_z f_i = df_i/dlog h - h <1, df_i/dlog h>, in the networks' outputs z; and f_i before it: one GPU kernel.
 
-    With `beta` there are two models, the second localized: its costs are those of the mixture. None where there is no
-    kernel for it, which changes nothing beyond rounding.
+    Outputs are [slots, models, samples, classes]. With `beta` there are two models, the second localized, and its cost
+    is F_i. None where there is no kernel for it: the functions above do the same, up to rounding.
     """
     of_a_kind = outputs.is_cuda and outputs.dim() == 4 and outputs.dtype in (torch.float32, torch.float64)
     if not (of_a_kind and has_triton()):
