@@ -148,8 +148,15 @@ def test_one_convolution(shape, options, arithmetic, tolerance):
     ids=str,
 )
 @pytest.mark.parametrize(("arithmetic", "tolerance"), WAYS_OF_NETWORKS, ids=str)
-def test_a_convolution_and_the_pooling_after_it(shape, size, options, samples, arithmetic, tolerance):
-    """As one kernel, and taken back; 60 samples fill the programs that leave out what reaches no output."""
+@pytest.mark.parametrize("memory", [1 << 30, 0])
+def test_a_convolution_and_the_pooling_after_it(
+    monkeypatch, memory, shape, size, options, samples, arithmetic, tolerance
+):
+    """As one kernel, and taken back; 60 samples fill the programs that leave out what reaches no output.
+
+    A GPU with less shared memory has a kernel for each.
+    """
+    monkeypatch.setattr("fedcpsl.layers.launch_convolution._shared_memory", lambda _: memory)
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = arithmetic.precision == "tf32"
     inputs, outputs, kernel = shape

@@ -49,12 +49,13 @@ def _store_largest(
     if RELU:
         which = tl.where(best <= 0, 4, which)
         best = tl.where(best < 0, 0.0, best)
-    first = (model * (rows * OUTS))[None, :]
+    first = (model * rows * OUTS)[None, :]
     ok = (m < rows)[:, None] & o_ok[None, :]
-    where = ((m // PLACES) * (PLACES * OUTS) + (m % PLACES) * y_place)[:, None] + ((o % OUTS) * y_out)[None, :]
+    image = (m // PLACES).to(tl.int64) * (PLACES * OUTS)
+    where = (image + (m % PLACES) * y_place)[:, None] + ((o % OUTS) * y_out)[None, :]
     tl.store(y + first + where, best, mask=ok)
     if LEARNS:
-        tl.store(chosen + first + (m * OUTS)[:, None] + (o % OUTS)[None, :], which.to(tl.int8), mask=ok)
+        tl.store(chosen + first + (m.to(tl.int64) * OUTS)[:, None] + (o % OUTS)[None, :], which.to(tl.int8), mask=ok)
 
 
 @triton.jit
@@ -200,7 +201,7 @@ def weigh_pooled(
     i, j = k // (KW * C), (k // C) % KW
     along = (i * sh + j * sw + (k % C) * sc)[None, :]
     model = (at * TOGETHER + o // OUTS).to(tl.int64)
-    first = (model * (rows * OUTS))[None, :]
+    first = (model * rows * OUTS)[None, :]
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range(0, 4 * (rows_each // BLOCK_M)):  # every output of the windows in turn
@@ -210,9 +211,9 @@ def weigh_pooled(
         n, p = m // PLACES, m % PLACES
         top, left = (p // POOLED_W) * 2 + OFF_H + d // 2, (p % POOLED_W) * 2 + OFF_W + d % 2
         ok = row_ok[:, None] & o_ok[None, :]
-        where = (n * (PLACES * OUTS) + p * g_place)[:, None] + ((o % OUTS) * g_out)[None, :]
+        where = (n.to(tl.int64) * (PLACES * OUTS) + p * g_place)[:, None] + ((o % OUTS) * g_out)[None, :]
         slopes = tl.load(gradient + first + where, mask=ok, other=0.0)
-        which = tl.load(chosen + first + (m * OUTS)[:, None] + (o % OUTS)[None, :], mask=ok, other=4)
+        which = tl.load(chosen + first + (m.to(tl.int64) * OUTS)[:, None] + (o % OUTS)[None, :], mask=ok, other=4)
         slopes = tl.where(which == d, slopes, 0.0)
         corner = x + (n.to(tl.int64) * sn + top * sh + left * sw)[:, None]
         taken = _taken(corner + along, row_ok, k_ok, top, left, i, j, IN_H, IN_W, INSIDE, False)
