@@ -144,7 +144,12 @@ def test_one_convolution(shape, options, arithmetic, tolerance):
 @pytest.mark.parametrize("samples", [5, 60])
 @pytest.mark.parametrize(
     ("shape", "size", "options"),
-    [((3, 20, 5), (12, 15), {}), ((32, 64, 3), (9, 8), {"padding": (1, 0)}), ((64, 32, (2, 4)), (7, 11), {})],
+    [
+        ((3, 20, 5), (12, 15), {}),
+        ((10, 20, 4), (9, 10), {"padding": (0, 1)}),
+        ((32, 64, 3), (9, 8), {"padding": (1, 0)}),
+        ((64, 32, (2, 4)), (7, 11), {}),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize(("arithmetic", "tolerance"), WAYS_OF_NETWORKS, ids=str)
