@@ -286,18 +286,17 @@ def all_parts(parts: Parts) -> None:
 TILES = [(128, 64, 32, 4, s) for s in (3, 2, 4)] + [(128, 64, 32, 8, 3), (64, 64, 32, 4, 3), (256, 64, 32, 8, 3)]
 WEIGHT_TILES = [(32, 64, 128, 4, 3), (32, 32, 128, 4, 3), (64, 64, 64, 4, 3), (64, 64, 128, 4, 2)]
 WEIGHT_TILES += [(32, 64, 128, 8, 3), (32, 64, 64, 2, 3), (32, 32, 64, 2, 4), (32, 32, 128, 2, 3)]
-WEIGHT_TILES += [(64, 32, 64, 2, 3), (16, 64, 64, 2, 4)]
+WEIGHT_TILES += [(64, 32, 64, 2, 3), (16, 64, 64, 2, 4), (16, 64, 128, 2, 4)]
 
 
 def other_tiles(parts: Parts) -> None:
     """The second convolution in programs of other sizes, to choose from."""
-    for dot in ("tf32", "bf16"):
+    for dot in ("tf32", "bf16", "tf32x3"):
         for tile in TILES:
             with patch("fedcpsl.layers.launch_convolution.TILE", tile):
                 parts.conv2(dot, str(tile))
         for tile in WEIGHT_TILES:
-            name = "WEIGHT_TILE_BF16" if dot == "bf16" else "WEIGHT_TILE"
-            with patch(f"fedcpsl.layers.launch_convolution.{name}", tile):
+            with patch.dict("fedcpsl.layers.launch_convolution.WEIGHT_TILES", {dot: tile}):
                 parts.conv2_weights(dot, str(tile))
 
 

@@ -28,7 +28,7 @@ from fedcpsl.layers import (
     runs_without_vmap,
     walk,
 )
-from fedcpsl.layers.own import own_kernels
+from fedcpsl.layers.own import own_products
 from fedcpsl.views import remembered
 
 Leaves = tuple[Tensor, ...]
@@ -116,7 +116,7 @@ class Network:
     def _has_own_kernels(self, x: Tensor) -> bool:
         """Whether its convolutions are kernels of our own, which are faster than PyTorch's for one model too."""
         convolves = self._by_hand and any(is_convolution(layer) for layer in self._layers)
-        return convolves and self.arithmetic.dot is not None and own_kernels(self.arithmetic, x) is not None
+        return convolves and own_products(self.arithmetic, x) is not None
 
     def add_gradient(
         self,

@@ -200,7 +200,11 @@ class Run:
     device: str = text(AUTO, "cpu, cuda, mps; auto: cuda where there is one, else cpu")
     dtype: str = choice("float32", "floating-point type", "float32", "float64")
     precision: str = choice(
-        "ieee", "how a GPU multiplies float32 numbers: as IEEE says, or faster and coarser", "ieee", "tf32", "bf16"
+        "ieee",
+        "how a GPU multiplies float32 numbers: in full precision, or faster, coarser",
+        "ieee",
+        "tf32",
+        "bf16",
     )
     gaps: bool = choice(False, "log the optimality gaps of the theory at every evaluation (slow)", True, False)
     evaluate_every: int = whole(1, "rounds between evaluations", 1)

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ROWS_AT_ONCE = 1 << 16
-BYTES_AT_ONCE = 1 << 12  # rows of them
+BYTES_AT_ONCE = 3 << 20  # NumPy counts eight times as much, and caches are small
 
 
 class Scaling(NamedTuple):
@@ -42,8 +42,9 @@ def _of_bytes(x: NDArray[np.uint8], rows: NDArray[np.int64]) -> Scaling:
     """The same of bytes, from how often each of the 256 values occurs: a fraction of the time."""
     kinds = x.shape[1]
     counts = np.zeros((kinds, 256), np.int64)
-    for first in range(0, len(rows), BYTES_AT_ONCE):
-        part = x[rows[first : first + BYTES_AT_ONCE]].reshape(-1, kinds, int(np.prod(x.shape[2:])))
+    at_once = max(1, BYTES_AT_ONCE // max(1, int(np.prod(x.shape[1:]))))
+    for first in range(0, len(rows), at_once):
+        part = x[rows[first : first + at_once]].reshape(-1, kinds, int(np.prod(x.shape[2:])))
         for kind in range(kinds):
             counts[kind] += np.bincount(part[:, kind].reshape(-1), minlength=256)
     values, total = np.arange(256.0), counts.sum(1)

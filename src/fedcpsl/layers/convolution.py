@@ -16,7 +16,7 @@ from fedcpsl.layers.geometry import (
     rectify_gradient,
 )
 from fedcpsl.layers.linear import Totals, linear, matrices_of, totals_of
-from fedcpsl.layers.own import own_kernels
+from fedcpsl.layers.own import own_kernels, own_products
 from fedcpsl.layers.products import Arithmetic, factor
 from fedcpsl.layers.simple import pooling
 from fedcpsl.layers.walk import Layer, Pull
@@ -30,7 +30,7 @@ def convolution(
     """A convolution of x [slots, models or 1, samples, channels, ...], with the ReLU and pooling after it, if any."""
     if layer.pool is None:
         return _alone(layer, parameters, totals, x, arithmetic)
-    kernels = own_kernels(arithmetic, x, parameters["weight"]) if arithmetic.dot else None
+    kernels = own_products(arithmetic, x, parameters["weight"])
     geometry = geometry_of(layer.module, (x.shape[-2], x.shape[-1]))
     if kernels and kernels.pooled.suits(geometry, x, arithmetic.dot):
         return kernels.pooled.convolution_and_pooling(layer, geometry, parameters, totals, x, arithmetic)
@@ -53,7 +53,7 @@ def _alone(
     geometry = geometry_of(layer.module, (x.shape[-2], x.shape[-1]))
     own = {name: as_grid(t, trailing) if name == "weight" else t for name, t in parameters.items()}
     into = {name: as_grid(t, trailing) if name == "weight" else t for name, t in totals.items()}
-    kernels = own_kernels(arithmetic, x, own["weight"]) if arithmetic.dot else None
+    kernels = own_products(arithmetic, x, own["weight"])
     run = kernels.convolution if kernels else _by_matmul
     y, take_back = run(layer, geometry, own, into, x, arithmetic)
 

@@ -17,8 +17,12 @@ from fedcpsl.layers.products import Arithmetic
 from fedcpsl.layers.walk import Layer, Pull
 
 TILE = (128, 64, 32, 8, 3)  # a convolution's program: rows, most outputs, most inputs at a time; warps, stages
-WEIGHT_TILE = (16, 64, 64, 2, 4)  # a weight gradient's: rows at a time, most outputs, most inputs; warps, stages
-WEIGHT_TILE_BF16 = (64, 64, 128, 4, 3)  # Hopper's matrix units take transposed factors of two bytes only
+WEIGHT_TILES = {  # a weight gradient's, by its products: rows at a time, most outputs, most inputs; warps, stages
+    "bf16": (64, 64, 128, 4, 3),
+    "tf32": (16, 64, 128, 2, 4),
+    "tf32x3": (16, 64, 64, 2, 4),
+    "ieee": (16, 64, 64, 2, 4),
+}
 SPREAD_TILE = (64, 64, 64, 4, 3)  # an x gradient's: samples, most channels, most outputs at a time; warps, stages
 ROOM = 227 << 10  # bytes of shared memory that the kernels with four results at a time may want: a Hopper's
 PROGRAMS = 1056  # that the rows of a weight gradient are shared among: 8 for each of an H200's multiprocessors
@@ -58,14 +62,14 @@ def take_back(
     dot: str,
 ) -> Tensor:
     """Adds to the totals the gradient that a convolution's outputs have, channels last, and hands back x's."""
-    add_weight_gradient(x, gradient, into["weight"], into.get("bias"), geometry, dot)
     back = x_gradient(gradient, weight, geometry, dot, relu_of=x if layer.masks_gradient else None, kept=x.dtype)
+    add_weight_gradient(x, gradient, into["weight"], into.get("bias"), geometry, dot)  # may change the weight itself
     return back.sum(1, keepdim=True) if x.stride(1) == 0 and x.shape[1] > 1 else back
 
 
-def has_room(x: Tensor, dot: str) -> bool:
-    """Whether kernels that keep four results at a time fit onto the GPU; other products than these need more."""
-    return dot in ("tf32", "bf16") and _shared_memory(x.device) >= ROOM
+def has_room(x: Tensor) -> bool:
+    """Whether kernels that keep four results at a time fit onto the GPU."""
+    return _shared_memory(x.device) >= ROOM
 
 
 @cache
@@ -117,7 +121,7 @@ def x_gradient(
     slots, models, outputs = weight.shape[:3]
     matrix = matrix_of(weight.permute(0, 1, 3, 4, 5, 2), dot)
     back = gradient.new_empty(slots, models, gradient.shape[2], *geometry.size, geometry.channels, dtype=kept)
-    if relu_of is None and has_room(gradient, dot) and _spreads(gradient.shape[2], outputs, geometry):
+    if relu_of is None and _spreads(gradient, outputs, geometry, dot):
         _spread_back(gradient, matrix, back, geometry, dot)
         return channels_first(back)
     reading = _backwards(geometry) | {"HAS_BIAS": False, "RELU": False, "MASK": relu_of is not None}
@@ -143,10 +147,11 @@ def _convolve(
     )  # fmt: skip
 
 
-def _spreads(samples: int, outputs: int, geometry: Geometry) -> bool:
+def _spreads(gradient: Tensor, outputs: int, geometry: Geometry, dot: str) -> bool:
     """Whether there are samples enough to fill the programs that leave out what reaches no output."""
-    waste = SPREAD_TILE[0] * ceil(samples / SPREAD_TILE[0]) / samples
-    return waste <= 4 / 3 and geometry.stride == geometry.dilation == (1, 1) and outputs % 32 == 0
+    waste = SPREAD_TILE[0] * ceil(gradient.shape[2] / SPREAD_TILE[0]) / gradient.shape[2]
+    fits = geometry.stride == geometry.dilation == (1, 1) and outputs % 32 == 0
+    return waste <= 4 / 3 and fits and dot != "ieee" and has_room(gradient)
 
 
 def _spread_back(gradient: Tensor, matrix: Tensor, back: Tensor, geometry: Geometry, dot: str) -> None:
@@ -198,7 +203,7 @@ def add_weight_gradient(
     """Adds a convolution's gradient to the totals of its weight and bias; `gradient` is channels last."""
     slots, models, outputs = weight_total.shape[:3]
     rows = x.shape[2] * geometry.out_size[0] * geometry.out_size[1]
-    block_m, most_n, most_k, warps, stages = WEIGHT_TILE_BF16 if dot == "bf16" else WEIGHT_TILE
+    block_m, most_n, most_k, warps, stages = WEIGHT_TILES[dot]
     block_n, block_k = block(outputs, most_n), block(geometry.patch, most_k)
     tiles = ceil(outputs / block_n) * ceil(geometry.patch / block_k)
     wanted = max(1, PROGRAMS // (slots * models * tiles))

@@ -15,7 +15,8 @@ from fedcpsl.layers.products import Arithmetic
 from fedcpsl.layers.walk import Layer, Pull
 
 TILE = (64, 64, 32, 4, 3)  # a convolution's program: windows, most outputs, most inputs at a time; warps, stages
-GATHER_TILE = (64, 64, 16, 8, 3)  # where the channels of a place do not fill a block
+TILE_OF_THREE = (64, 64, 16, 4, 3)  # where each product is three
+GATHER_TILE = (64, 64, 16, 8, 3)  # where it is one, and the channels of a place do not fill a block
 FEW_TILE = (64, 64, 128, 8, 2)  # where all that a window looks at does
 FEW_PROGRAMS = 264  # that its windows are shared among: 2 for each of an H200's multiprocessors
 WEIGHT_TILE = (32, 64, 128, 4, 1)  # a weight gradient's: windows at a time, most outputs, most inputs; warps, stages
@@ -24,13 +25,22 @@ WEIGHT_TILE = (32, 64, 128, 4, 1)  # a weight gradient's: windows at a time, mos
 def suits(geometry: Geometry, x: Tensor, dot: str) -> bool:
     """Whether there is a kernel for it."""
     plain = geometry.stride == geometry.dilation == (1, 1) and min(geometry.out_size) >= 2
-    return plain and has_room(x, dot)
+    return plain and dot != "ieee" and has_room(x)
 
 
-def _few(geometry: Geometry) -> bool:
-    """Whether few channels come in, so that all that a window looks at fits into a block."""
+def _few(geometry: Geometry, dot: str) -> bool:
+    """Whether few channels come in, so that all that a window looks at fits into a block; not once for each of three
+    products."""
     window = (geometry.kernel[0] + 1) * (geometry.kernel[1] + 1) * geometry.channels
-    return geometry.channels % TILE[2] != 0 and window <= FEW_TILE[2]
+    return geometry.channels % TILE[2] != 0 and window <= FEW_TILE[2] and dot != "tf32x3"
+
+
+def _tile(geometry: Geometry, dot: str) -> tuple[int, ...]:
+    if dot == "tf32x3":
+        return TILE_OF_THREE
+    if _few(geometry, dot):
+        return FEW_TILE
+    return GATHER_TILE if geometry.channels % TILE[2] else TILE
 
 
 def convolution_and_pooling(
@@ -54,10 +64,8 @@ def convolution_and_pooling(
     grid = (outputs, *side) if layer.before_flat else (*side, outputs)
     y = torch.empty(slots, models, samples, *grid, device=x.device, dtype=kept_as(layer, dot))
     chosen = x.new_empty(slots * models, rows, outputs if into else 0, dtype=torch.int8)
-    bias, few, shape = own.get("bias"), _few(geometry), _shape(geometry, outputs, together, side)
-    block_m, most_n, most_k, warps, stages = (
-        FEW_TILE if few else TILE if geometry.channels % TILE[2] == 0 else GATHER_TILE
-    )
+    bias, few, shape = own.get("bias"), _few(geometry, dot), _shape(geometry, outputs, together, side)
+    block_m, most_n, most_k, warps, stages = _tile(geometry, dot)
     block_n, block_k = block(together * outputs, most_n), most_k if few else block(geometry.patch, most_k)
     across, count = ceil(together * outputs / block_n), slots * models // together
     rows_each = _share(rows, block_m, FEW_PROGRAMS // (across * count)) if few else block_m

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedcpsl.layers.own import own_kernels
+from fedcpsl.layers.own import own_products
 from fedcpsl.layers.products import Arithmetic, add_outer, factor, product
 from fedcpsl.layers.walk import Named, Pull
 
@@ -70,7 +70,7 @@ def linear(x: Tensor, matrices: Matrices, totals: Totals | None, arithmetic: Ari
     if len(between) != 1:
         x = x.reshape(*x.shape[:2], -1, x.shape[-1])
     shared = x.shape[1] < models
-    kernels = None if shared or not arithmetic.dot else own_kernels(arithmetic, x, matrices.each)
+    kernels = None if shared else own_products(arithmetic, x, matrices.each)
     if kernels and kernels.few_rows.suits(x.flatten(0, 1), matrices.each, arithmetic.dot):
         return _by_kernels(kernels.few_rows, x, matrices, totals, arithmetic.dot)
     matrices = _as_factors(matrices, arithmetic)
@@ -106,9 +106,10 @@ def _by_kernels(
     def pull(gradient: Tensor, to_x: bool) -> Tensor | None:
         assert totals is not None
         each = gradient.reshape(slots * models, -1, out)
+        x_gradient = kernels.x_gradient(each, matrices.each, dot).view(x.shape) if to_x else None
         kernels.add_weight_gradient(totals.each, each, rows, dot)
         _add_rows(totals.bias, each)
-        return kernels.x_gradient(each, matrices.each, dot).view(x.shape) if to_x else None
+        return x_gradient
 
     return y.view(*x.shape[:-1], out), pull
 

@@ -21,5 +21,13 @@ def own_kernels(arithmetic: Arithmetic, *tensors: Tensor) -> Any:
     return _launchers()
 
 
+def own_products(arithmetic: Arithmetic, *tensors: Tensor) -> Any:
+    """As `own_kernels`, for kernels that multiply: those of `ieee` are faster than PyTorch's matmul on a Hopper."""
+    kernels = own_kernels(arithmetic, *tensors) if arithmetic.dot else None
+    if kernels and arithmetic == Arithmetic() and not kernels.has_room(tensors[0]):
+        return None
+    return kernels
+
+
 def _launchers() -> Any:
     return import_module("fedcpsl.layers.launch") if has_triton() else None

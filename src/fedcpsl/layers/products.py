@@ -15,19 +15,22 @@ class Arithmetic(NamedTuple):
     """How products are computed.
 
     `ieee` and `tf32` are the same to PyTorch's matmuls, which a global setting tells apart; kernels of our own need
-    to know. `bf16` rounds the factors of every matmul to bfloat16 and adds up in float32; what goes from one
-    convolution to the next may be kept rounded.
+    to know. For `ieee` they cut each factor into two TF32 numbers and add up three of their four products, which leaves
+    an error like that of a float32 product. `bf16` rounds the factors of every matmul to bfloat16 and adds up in
+    float32; what goes from one convolution to the next may be kept rounded.
     """
 
     precision: str = "ieee"
-    kernels: str = "auto"  # on a GPU: "auto"; "off"; or, for ieee, a kernel with "ieee" or "tf32x3" products
+    kernels: str = "auto"  # on a GPU: "auto"; "off"; or, for ieee, kernels with "ieee" or "tf32x3" products on any GPU
 
     @property
     def dot(self) -> str | None:
-        """The products of a convolution kernel of our own; None where PyTorch's matmul is used."""
-        if self.kernels == "off" or (self.precision == "ieee" and self.kernels == "auto"):
+        """The products of kernels of our own; None where PyTorch's matmul is used."""
+        if self.kernels == "off":
             return None
-        return self.kernels if self.precision == "ieee" else self.precision
+        if self.precision == "ieee":
+            return "tf32x3" if self.kernels == "auto" else self.kernels
+        return self.precision
 
 
 def factor(t: Tensor, arithmetic: Arithmetic) -> Tensor:

@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,8 @@ from fedcpsl.simulation.rounds import settle
 from fedcpsl.simulation.setup import choose_eta, choose_eta_lc
 from fedcpsl.simulation.stock import choose_tested_count
 from fedcpsl.simulation.timing import Layout, fastest, laid_out
+
+SAVED_AT_ONCE = 8  # runs; each has a tensor or two of its own in memory
 
 
 class Experiment(NamedTuple):
@@ -219,21 +222,27 @@ def _run(members: Sequence[Member], from_states: Sequence[State] | None) -> list
                 diary.write_down()
                 settle(states)
                 if not last or config.run.keep == "models":
-                    for member, state in zip(members, states, strict=True):
-                        save_checkpoint(member.folder, state)
+                    _for_each(members, states, lambda member, state: save_checkpoint(member.folder, state))
                 saved = time.monotonic()
             go_on(not stopping or last)
             if stopping and not last:
                 return [Outcome(member.folder, round, finished=False) for member in members]
     assert states is not None
     evaluations = diary.latest or [evaluate(state) for state in states]
+    if config.run.keep == "models":
+        _for_each(members, states, lambda m, state: save_models(m.folder, state, m.experiment.federation.scaling))
     for member, state, evaluation in zip(members, states, evaluations, strict=True):
-        if config.run.keep == "models":
-            save_models(member.folder, state, member.experiment.federation.scaling)
         write_whole(member.folder / "devices.csv", device_table(state, evaluation))
         if config.run.keep == "metrics":
             drop_checkpoints(member.folder)
     return [Outcome(member.folder, state.round, finished=True) for member, state in zip(members, states, strict=True)]
+
+
+def _for_each(members: Sequence[Member], states: Sequence[State], save: Callable[[Member, State], None]) -> None:
+    """Save something of every run, some at a time: one's checksum is computed while another waits for the disk."""
+    with ThreadPoolExecutor(SAVED_AT_ONCE) as pool:
+        for _ in pool.map(save, members, states):
+            pass
 
 
 @contextmanager
