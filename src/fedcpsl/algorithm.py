@@ -85,7 +85,7 @@ class Local(NamedTuple):
     """
 
     models: Leaves  # [..., 1 or 2, *shape] each
-    momenta: Leaves  # the same shapes
+    momenta: Leaves  # the same shapes; none where a step needs none
     correction: Leaves  # [..., *shape] each: c - c_i; none without control variates
     costs: Tensor  # [..., 1 or 2]: f_i and F_i summed over the steps so far
 

@@ -147,6 +147,19 @@ class Network:
         torch._foreach_add_(*map(list, zip(*there, strict=True)))
         return costs
 
+    def descend(
+        self, models: Leaves, eta: Tensor, x: Tensor, keys: Tensor | None, cost: Cost, slope: Slope | None = None
+    ) -> Tensor:
+        """As `add_gradient`, of a batched network on a CPU: models = models - eta gradient, in place; eta is [...].
+
+        Layers take back -eta times the gradient, and each adds its part straight to its parameters, once it has no
+        more use for them: the gradient itself is never in memory.
+        """
+        self._set_mode(training=True)
+        steps = _scaled(slope or _differentiated(cost), -eta)
+        with torch.inference_mode(slope is not None and self._by_hand):
+            return self._add_gradient_batched(models, models, x, keys, steps, None, self._lead(models))
+
     def gradient(self, models: Leaves, x: Tensor, keys: Tensor | None, cost: Cost) -> tuple[Tensor, Leaves]:
         """As `add_gradient`, of a network that is not batched: the gradient itself, for whom that spares a sum."""
         self._set_mode(training=True)
@@ -271,6 +284,16 @@ def _differentiated(cost: Cost) -> Slope:
         return costs.detach(), gradient
 
     return slope
+
+
+def _scaled(slope: Slope, numbers: Tensor) -> Slope:
+    """A cost with its gradient times a number for each model."""
+
+    def scaled(log_h: Tensor) -> tuple[Tensor, Tensor]:
+        costs, gradient = slope(log_h)
+        return costs, gradient.mul_(numbers[..., None, None])
+
+    return scaled
 
 
 def _unbound(t: Tensor, lead: int) -> list[Tensor]:

@@ -97,26 +97,34 @@ def begin(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device) ->
     corrected = method.parts.control_variates and not method.trains_localized_alone
     return Local(
         models,
-        momenta=tuple(torch.zeros_like(leaf) for leaf in models),
+        momenta=tuple(map(torch.zeros_like, models)) if _keeps_momenta(method, corrected, models) else (),
         correction=split(broadcast.c - device.c) if corrected else (),
         costs=models[0].new_zeros(models[0].shape[: lead + 1]),
     )
 
 
+def _keeps_momenta(method: Method, corrected: bool, models: Leaves) -> bool:
+    """Whether steps have any, or a GPU's need the room: its kernels change weights before they are done with them."""
+    return method.parts.momentum or corrected or (method.network.batched and models[0].is_cuda)
+
+
 def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     """One step of both models on one minibatch, both gradients at theta_i^{r,t} before its step."""
-    models, lead = local.models, hyper.eta.dim()
-    needed = method.parts.momentum or local.correction
+    models, lead, network, etas = local.models, hyper.eta.dim(), method.network, _etas(method, hyper)
     keys = None if samples.keys is None else samples.keys.unsqueeze(lead)
     given, x = (method, hyper, models, samples), samples.x.unsqueeze(lead)
-    if not needed and not method.network.batched:
-        costs, momenta = method.network.gradient(models, x, keys, partial(step_costs, *given))
-    else:
+    cost, at_once = partial(step_costs, *given), partial(step_slope_at_once, method, hyper, samples)
+    slopes = (partial(step_slope, *given), at_once) if method.costs.closed_form else ()
+    if local.momenta:
+        needed = method.parts.momentum or local.correction
         momenta = momentum(hyper.gamma, local.momenta, local.correction) if needed else no_momentum(local.momenta)
-        at_once = partial(step_slope_at_once, method, hyper, samples)
-        slopes = (partial(step_slope, *given), at_once) if method.costs.closed_form else ()
-        costs = method.network.add_gradient(momenta, models, x, keys, partial(step_costs, *given), *slopes)
-    descend(models, _etas(method, hyper), momenta)
+        costs = network.add_gradient(momenta, models, x, keys, cost, *slopes)
+        descend(models, etas, momenta)
+    elif network.batched:
+        costs = network.descend(models, etas, x, keys, cost, *slopes[:1])
+    else:
+        costs, gradients = network.gradient(models, x, keys, cost)
+        descend(models, etas, gradients)
     return local._replace(costs=local.costs + costs)
 
 
@@ -221,7 +229,7 @@ def finish(
     if method.trains_localized_alone:
         return device, Upload(local.costs.new_zeros(*hyper.eta.shape, 0), steps)
     theta_i = join([leaf.select(lead, 0) for leaf in local.models])
-    return device, Upload(theta_i - broadcast.theta, steps)
+    return device, Upload(theta_i.sub_(broadcast.theta), steps)
 
 
 def effective_steps(gamma: Tensor, steps: Tensor) -> Tensor:

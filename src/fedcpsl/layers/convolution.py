@@ -15,6 +15,7 @@ from fedcpsl.layers.geometry import (
     patches,
     rectify_gradient,
 )
+from fedcpsl.layers.library import by_library
 from fedcpsl.layers.linear import Totals, linear, matrices_of, totals_of
 from fedcpsl.layers.own import own_kernels, own_products
 from fedcpsl.layers.products import Arithmetic, factor
@@ -54,7 +55,7 @@ def _alone(
     own = {name: as_grid(t, trailing) if name == "weight" else t for name, t in parameters.items()}
     into = {name: as_grid(t, trailing) if name == "weight" else t for name, t in totals.items()}
     kernels = own_products(arithmetic, x, own["weight"])
-    run = kernels.convolution if kernels else _by_matmul
+    run = kernels.convolution if kernels else by_library if x.device.type == "cpu" else _by_matmul
     y, take_back = run(layer, geometry, own, into, x, arithmetic)
 
     def pull(gradient: Tensor, to_x: bool) -> Tensor | None:

@@ -81,16 +81,14 @@ def linear(x: Tensor, matrices: Matrices, totals: Totals | None, arithmetic: Ari
         assert totals is not None
         each = gradient.reshape(slots * models, -1, out)
         rounded = factor(each, arithmetic)
+        x_gradient = product(rounded, matrices.each).view(slots, models, *between, -1) if to_x else None
         if shared:
             side = rounded.view(slots, models, -1, out).transpose(1, 2).flatten(2)
             add_outer(totals.together, side, rows)
         else:
             add_outer(totals.each, rounded, rows)
         _add_rows(totals.bias, each)
-        if not to_x:
-            return None
-        x_gradient = product(rounded, matrices.each).view(slots, models, *between, -1)
-        return x_gradient.sum(1, keepdim=True) if shared else x_gradient
+        return x_gradient.sum(1, keepdim=True) if shared and x_gradient is not None else x_gradient
 
     return y.view(slots, models, *between, out), pull
 

@@ -65,6 +65,9 @@ def _pair(numbers: int | tuple[int, ...], fill: int, trailing: int) -> Pair:
 def _pooling(layer: Layer, options: tuple[object, ...], x: Tensor) -> tuple[Tensor, Pull]:
     lead, images = x.shape[:3], x.flatten(0, 2)
     y, where = torch.ops.aten.max_pool2d_with_indices(images, *options)
+    order = torch.channels_last if y.is_contiguous(memory_format=torch.channels_last) else torch.contiguous_format
+    if layer.before_flat:
+        y = y.contiguous()  # as the layers after it want it, dropout for one
     if layer.rectified:
         y = y.relu_()
 
@@ -72,6 +75,7 @@ def _pooling(layer: Layer, options: tuple[object, ...], x: Tensor) -> tuple[Tens
         gradient = gradient.flatten(0, 2)
         if layer.rectified:
             gradient = rectify_gradient(gradient, y)
+        gradient = gradient.contiguous(memory_format=order)
         back = torch.ops.aten.max_pool2d_with_indices_backward(gradient, images, *options, where)
         return back.unflatten(0, lead)
 
@@ -95,12 +99,14 @@ def group_norm(
     y = torch.addcmul(each["bias"], flat, each["weight"]) if each else flat
 
     def pull(gradient: Tensor, to_x: bool) -> Tensor | None:
+        back = handed_back(gradient) if to_x else None
         if totals:
             summed = (2, *range(4, x.dim()))
             totals["weight"].add_((gradient * flat).sum(summed))
             totals["bias"].add_(gradient.sum(summed))
-        if not to_x:
-            return None
+        return back
+
+    def handed_back(gradient: Tensor) -> Tensor:
         slope = (gradient * each["weight"] if each else gradient).unflatten(3, (groups, -1))
         level = slope.mean(over, keepdim=True)
         tilt = (slope * normal).mean(over, keepdim=True)

@@ -154,12 +154,13 @@ def steps_one_by_one(program: Program, hyper: Hyper, local: Local, feed: Feed, c
     """The local steps of all slots, `counts` largest first: those that are done drop off the end, so none is wasted."""
     done: list[Local] = []
     for steps, slots in stretches(counts):
-        done.insert(0, map_tensors(lambda t, n=slots: t[n:], local))
-        local = map_tensors(lambda t, n=slots: t[:n], local)
+        if slots < len(local.costs):
+            done.insert(0, map_tensors(lambda t, n=slots: t[n:], local))
+            local = map_tensors(lambda t, n=slots: t[:n], local)
         running: Hyper = map_tensors(lambda t, n=slots: t[:n], hyper)
         for samples in minibatches(program.ground, feed.of_slots(slice(0, slots)), steps):
             local = program.algorithm.step(program.method, running, local, samples)
-    together: Local = map_tensors(lambda *pieces: torch.cat(pieces), local, *done)
+    together: Local = map_tensors(lambda *pieces: torch.cat(pieces), local, *done) if done else local
     return together
 
 

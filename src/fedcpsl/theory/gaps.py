@@ -135,7 +135,7 @@ def _full_gradients(state: State, device: int) -> tuple[Tensor, Tensor]:
     method, hyper, samples = analysed(state), state.hyper(device), all_samples(state, device)
     algorithm, network = state.setup.algorithm, method.network
     local = algorithm.begin(method, hyper, algorithm.broadcast(state.server), state.device(device))
-    gradients = local.momenta  # zeros, to add to
+    gradients = tuple(map(torch.zeros_like, local.models))
     if not len(samples.x):
         return local.costs, network.join(gradients)
     cost = partial(step_costs, method, hyper, local.models, samples)
