@@ -7,7 +7,7 @@ import fedcpsl
 
 ROOT = Path(fedcpsl.__file__).parent
 ORDER = [
-    ["errors", "kinds", "dropout", "views", "progress", "torchrun", "__init__"],
+    ["errors", "kinds", "dropout", "views", "slopes", "progress", "torchrun", "__init__"],
     ["settings"],
     ["config", "layers", "each", "each_kernels"],
     ["network", "models", "schedule"],

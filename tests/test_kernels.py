@@ -11,6 +11,7 @@ from fedcpsl.layers import Arithmetic, Layer, backward, bind, forward, walk
 from fedcpsl.layers.convolution import convolution
 from fedcpsl.layers.linear import linear, matrices_of, totals_of
 from fedcpsl.layers.simple import dropout
+from fedcpsl.network import Network
 from fedcpsl.problem import Costs, Samples, costs_and_slope_at_once, local_cost, mixture
 
 pytestmark = pytest.mark.skipif(
@@ -104,6 +105,27 @@ def test_outputs_and_gradients_of_networks(make, arithmetic, tolerance):
     for found, expected in zip(passes(*known, arithmetic), in_float64(*known), strict=True):
         assert found.shape == expected.shape
         assert error(found, expected) < (tolerance if arithmetic.precision == "ieee" else 0.3)
+
+
+@pytest.mark.parametrize("make", [images, pooled, signals], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(("arithmetic", "tolerance"), [way for way in WAYS if way[0].kernels == "auto"], ids=str)
+def test_a_step_straight_to_the_weights(make, arithmetic, tolerance):
+    """No layer changes weights that it, or a layer before it, still has to take the gradient back through."""
+    torch.backends.cuda.matmul.allow_tf32 = arithmetic.precision == "tf32"
+    module, parameters, x, keys = given(make)
+    classes = module.cuda()(x[0, 0, :1]).shape[-1]
+    network = Network(module, x[0, 0], classes, batched=True, precision=arithmetic.precision)
+    models, eta = tuple(parameters[name] for name in network.shapes), torch.rand(SLOTS, MODELS).cuda()
+
+    def slope(log_h):
+        return log_h.sum((-1, -2)), torch.randn(log_h.shape, generator=torch.Generator().manual_seed(2)).to(log_h)
+
+    gradients, after = (tuple(map(change, models)) for change in (torch.zeros_like, torch.clone))
+    network.add_gradient(gradients, models, x, keys, None, slope)
+    network.descend(after, eta, x, keys, None, slope)
+    for old, new, gradient in zip(models, after, gradients, strict=True):
+        step = eta.view(*eta.shape, *(1,) * (old.dim() - 2)) * gradient
+        assert error(old - new, step.double()) < 10 * tolerance
 
 
 def one_convolution(conv, x, weight, bias, arithmetic):

@@ -69,11 +69,14 @@ def end_of(model, executor, name="fedcpsl", dtype="float64"):
     return last
 
 
+@pytest.mark.parametrize(
+    "name", ["fedcpsl", "apfsl"]
+)  # the latter has no momenta: its steps go straight to the weights
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
-def test_executors_agree_on_any_model(make):
+def test_executors_agree_on_any_model(make, name):
     torch.manual_seed(0)
     model = make()
-    one, all_at_once = end_of(model, "sequential"), end_of(model, "vectorised")
+    one, all_at_once = end_of(model, "sequential", name), end_of(model, "vectorised", name)
     for a, b in zip((*one.server, *one.devices), (*all_at_once.server, *all_at_once.devices), strict=True):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-10)
     assert (one.server.theta - one.setup.method.network.initial).abs().max() > 1e-3

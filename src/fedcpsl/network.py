@@ -4,7 +4,7 @@ At rest theta is one flat vector, so every state of every algorithm is one tenso
 line. In the local steps it is a tuple of the module's own tensors (`Leaves`), which is what matmuls want.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 
 import torch
@@ -29,12 +29,10 @@ from fedcpsl.layers import (
     walk,
 )
 from fedcpsl.layers.own import own_products
+from fedcpsl.slopes import Cost, Slope, SlopeAtOnce, differentiated, times
 from fedcpsl.views import remembered
 
 Leaves = tuple[Tensor, ...]
-Cost = Callable[[Tensor], Tensor]  # from log h to costs
-Slope = Callable[[Tensor], tuple[Tensor, Tensor]]  # from log h to costs and their gradient in log h
-SlopeAtOnce = Callable[[Tensor], tuple[Tensor, Tensor] | None]  # the same from outputs and in them, where it can
 _KEEPS_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
@@ -141,24 +139,33 @@ class Network:
         if self.batched and lead:
             # inference mode spares each small operation autograd's bookkeeping, where nothing needs autograd
             with torch.inference_mode(slope is not None and self._by_hand):
-                return self._add_gradient_batched(into, models, x, keys, slope or _differentiated(cost), at_once, lead)
+                return self._add_gradient_batched(into, models, x, keys, slope or differentiated(cost), at_once, lead)
         costs, gradients = self._gradients(models, x, keys, cost, lead)
         there = [(total, g) for total, g in zip(_by_model(into, lead), gradients, strict=True) if g is not None]
         torch._foreach_add_(*map(list, zip(*there, strict=True)))
         return costs
 
     def descend(
-        self, models: Leaves, eta: Tensor, x: Tensor, keys: Tensor | None, cost: Cost, slope: Slope | None = None
+        self,
+        models: Leaves,
+        eta: Tensor,
+        x: Tensor,
+        keys: Tensor | None,
+        cost: Cost,
+        slope: Slope | None = None,
+        at_once: SlopeAtOnce | None = None,
     ) -> Tensor:
-        """As `add_gradient`, of a batched network on a CPU: models = models - eta gradient, in place; eta is [...].
+        """As `add_gradient`, of a batched network: models = models - eta gradient, in place; eta is [...].
 
         Layers take back -eta times the gradient, and each adds its part straight to its parameters, once it has no
         more use for them: the gradient itself is never in memory.
         """
         self._set_mode(training=True)
-        steps = _scaled(slope or _differentiated(cost), -eta)
+        scaled, scaled_at_once = (times(-eta, given) for given in (slope or differentiated(cost), at_once))
+        assert scaled is not None
         with torch.inference_mode(slope is not None and self._by_hand):
-            return self._add_gradient_batched(models, models, x, keys, steps, None, self._lead(models))
+            lead = self._lead(models)
+            return self._add_gradient_batched(models, models, x, keys, scaled, scaled_at_once, lead)
 
     def gradient(self, models: Leaves, x: Tensor, keys: Tensor | None, cost: Cost) -> tuple[Tensor, Leaves]:
         """As `add_gradient`, of a network that is not batched: the gradient itself, for whom that spares a sum."""
@@ -271,29 +278,6 @@ class Network:
             outputs: Tensor = self.module.train(training)(example)
         self.module.eval()
         return outputs
-
-
-def _differentiated(cost: Cost) -> Slope:
-    """A cost with its gradient by autograd."""
-
-    def slope(log_h: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():
-            log_h = log_h.detach().requires_grad_()
-            costs = cost(log_h)
-            (gradient,) = torch.autograd.grad(costs.sum(), log_h)
-        return costs.detach(), gradient
-
-    return slope
-
-
-def _scaled(slope: Slope, numbers: Tensor) -> Slope:
-    """A cost with its gradient times a number for each model."""
-
-    def scaled(log_h: Tensor) -> tuple[Tensor, Tensor]:
-        costs, gradient = slope(log_h)
-        return costs, gradient.mul_(numbers[..., None, None])
-
-    return scaled
 
 
 def _unbound(t: Tensor, lead: int) -> list[Tensor]:

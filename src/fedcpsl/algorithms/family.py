@@ -97,15 +97,10 @@ def begin(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device) ->
     corrected = method.parts.control_variates and not method.trains_localized_alone
     return Local(
         models,
-        momenta=tuple(map(torch.zeros_like, models)) if _keeps_momenta(method, corrected, models) else (),
+        momenta=tuple(map(torch.zeros_like, models)) if method.parts.momentum or corrected else (),
         correction=split(broadcast.c - device.c) if corrected else (),
         costs=models[0].new_zeros(models[0].shape[: lead + 1]),
     )
-
-
-def _keeps_momenta(method: Method, corrected: bool, models: Leaves) -> bool:
-    """Whether steps have any, or a GPU's need the room: its kernels change weights before they are done with them."""
-    return method.parts.momentum or corrected or (method.network.batched and models[0].is_cuda)
 
 
 def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
@@ -115,13 +110,13 @@ def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     given, x = (method, hyper, models, samples), samples.x.unsqueeze(lead)
     cost, at_once = partial(step_costs, *given), partial(step_slope_at_once, method, hyper, samples)
     slopes = (partial(step_slope, *given), at_once) if method.costs.closed_form else ()
-    if local.momenta:
-        needed = method.parts.momentum or local.correction
-        momenta = momentum(hyper.gamma, local.momenta, local.correction) if needed else no_momentum(local.momenta)
+    if method.parts.momentum or local.correction:
+        kept = local.momenta or tuple(map(torch.zeros_like, models))  # none where a correction is not c - c_i
+        momenta = momentum(hyper.gamma, kept, local.correction)
         costs = network.add_gradient(momenta, models, x, keys, cost, *slopes)
         descend(models, etas, momenta)
     elif network.batched:
-        costs = network.descend(models, etas, x, keys, cost, *slopes[:1])
+        costs = network.descend(models, etas, x, keys, cost, *slopes)
     else:
         costs, gradients = network.gradient(models, x, keys, cost)
         descend(models, etas, gradients)
@@ -204,12 +199,6 @@ def _weights_for_each_model(labelled: Tensor, unlabelled: Tensor, hyper: Hyper) 
 def momentum(gamma: Tensor, mu: Leaves, correction: Leaves) -> Leaves:
     """mu^{t+1} = gamma mu^t - c_i + c, to which the step's gradient is then added; mu_lc has no c. In place."""
     scale_and_add(mu, gamma, correction)
-    return mu
-
-
-def no_momentum(mu: Leaves) -> Leaves:
-    """Empty the momenta, which then take the gradient alone: where there is neither momentum nor c. In place."""
-    torch._foreach_zero_(mu)
     return mu
 
 

@@ -1,6 +1,6 @@
 """Convolutions on a CPU: the library's own, model by model, with a pixel's channels side by side in memory all along.
 
-Its gradient of the weights alone is slower than a matmul with patches, if those of a few images at a time stay in cache.
+Its gradient of the weights is slower than a matmul with patches, if those of a few images at a time stay in cache.
 """
 
 from collections.abc import Mapping
