@@ -69,9 +69,7 @@ def end_of(model, executor, name="fedcpsl", dtype="float64"):
     return last
 
 
-@pytest.mark.parametrize(
-    "name", ["fedcpsl", "apfsl"]
-)  # the latter has no momenta: its steps go straight to the weights
+@pytest.mark.parametrize("name", ["fedcpsl", "apfsl"])  # the latter, without momenta, steps straight to the weights
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_executors_agree_on_any_model(make, name):
     torch.manual_seed(0)
