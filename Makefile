@@ -46,7 +46,7 @@ large-table: .venv/ready-dev
 
 bench-gpu: .venv/ready
 	$(BIN)/python benchmarks/paper_gpu.py mnist --runs 1 20
-	$(BIN)/python benchmarks/paper_gpu.py cifar10 --runs 1 --sequential-rounds 1
+	$(BIN)/python benchmarks/paper_gpu.py cifar10 --runs 1 12 --sequential-rounds 1
 	$(BIN)/python benchmarks/paper_gpu.py cifar10 --precision tf32 --runs 1 12 --sequential-rounds 0
 	$(BIN)/python benchmarks/paper_gpu.py cifar10 --precision bf16 --runs 1 12 --sequential-rounds 0
 
