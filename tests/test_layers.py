@@ -10,8 +10,11 @@ from torch.func import functional_call
 from fedcpsl.dropout import KeyedDropout, with_keyed_dropout
 from fedcpsl.each import has_triton
 from fedcpsl.layers import Arithmetic, backward, bind, differentiated_by_hand, forward, walk
+from fedcpsl.layers.convolution import by_library, by_matmul
+from fedcpsl.layers.geometry import geometry_of
 from fedcpsl.models import cnn, mlp
 from fedcpsl.network import Network
+from fedcpsl.simulation.setup import choose_executor, choose_slots
 
 SLOTS, MODELS, SAMPLES = 2, 2, 3
 
@@ -56,14 +59,18 @@ def one_by_one(module, parameters, x, keys=None):
 
 
 def assert_agree(module, x, keys=None, tolerance=1e-12):
+    """Convolved as on a CPU, and by the matmuls that a GPU may use."""
     module = module.double()
     parameters = stacked(module)
-    y, gradients = by_hand(module, parameters, x, keys)
     expected, expected_gradients = one_by_one(module, parameters, x, keys)
-    assert y.shape == expected.shape
-    assert torch.allclose(y, expected, rtol=tolerance, atol=tolerance)
-    for name, gradient in gradients.items():
-        assert torch.allclose(gradient, expected_gradients[name], rtol=tolerance, atol=10 * tolerance), name
+    for convolve in (by_library, by_matmul):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fedcpsl.layers.convolution.by_library", convolve)
+            y, gradients = by_hand(module, parameters, x, keys)
+        assert y.shape == expected.shape
+        assert torch.allclose(y, expected, rtol=tolerance, atol=tolerance)
+        for name, gradient in gradients.items():
+            assert torch.allclose(gradient, expected_gradients[name], rtol=tolerance, atol=10 * tolerance), name
 
 
 def inputs(*shape, shared=True, seed=0):
@@ -184,6 +191,63 @@ def test_a_partly_frozen_convolution_goes_through_autograd(frozen):
     assert all(torch.allclose(gradients[name], theirs[name], rtol=1e-12, atol=1e-12) for name in theirs)
 
 
+@pytest.mark.parametrize("models", [1, 2])
+def test_a_library_convolution_keeps_channels_last(models):
+    """All along, so that the next one need not copy its input; of any number of models."""
+    conv = nn.Conv2d(3, 4, 3, padding=1)
+    parameters = {name: p[:1, :models] for name, p in stacked(conv).items()}
+    x = inputs(3, 6, 5, shared=False)[:1, :models].float()
+    (layer,) = walk(conv, parameters)
+    parameters = {name: p.float() for name, p in parameters.items()}
+    y, pull = by_library(layer, geometry_of(conv, (6, 5)), parameters, parameters, x, Arithmetic())
+    handed = pull(weights_like(y), True)
+    assert handed.shape == x.shape
+    assert all(t.movedim(3, -1).is_contiguous() for t in (y, handed))
+
+
+NETWORKS = {
+    "convolutions": [nn.Conv2d(2, 3, 2), nn.ReLU(), nn.Conv2d(3, 4, 2, padding=1), nn.ReLU(), nn.MaxPool2d(2)],
+    "without bias": [nn.Conv2d(2, 3, 2, bias=False), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(3, 4, 2, stride=2)],
+    "normalised": [nn.Conv2d(2, 4, 2), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 3, 2), nn.GroupNorm(1, 3)],
+    "dropout": [nn.Conv2d(2, 3, 2), nn.ReLU(), nn.Dropout(0.4), nn.Conv2d(3, 3, 2), nn.Dropout2d(0.3)],
+    "autograd": [nn.Conv2d(2, 4, 2), nn.Tanh(), nn.Conv2d(4, 4, 2, groups=2), nn.GELU()],
+    "linear": [nn.Flatten(), nn.Linear(84, 5), nn.ReLU()],
+}
+
+
+@pytest.mark.parametrize("written_out", [True, False])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_descending_at_once_is_adding_up_a_gradient_first(name, written_out):
+    """Even though the parameters change while the gradient is still on its way back."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*NETWORKS[name], nn.Flatten(), nn.LazyLinear(6), nn.ReLU(), nn.Linear(6, 3)).double()
+    x = inputs(2, 7, 6)
+    module(x[0, 0])
+    network = Network(module, x[0, 0], 3, batched=True)
+    theta = network.initial + 0.01 * torch.randn(SLOTS, MODELS, len(network.initial), dtype=torch.float64)
+    keys = torch.arange(SLOTS * SAMPLES).view(SLOTS, 1, SAMPLES)
+    eta = torch.rand(SLOTS, MODELS, dtype=torch.float64)
+    given = x, keys, lambda h: (h**2).sum((-1, -2)), (lambda h: ((h**2).sum((-1, -2)), 2 * h)) if written_out else None
+    gradient = tuple(leaf.contiguous() for leaf in network.split(torch.zeros_like(theta)))
+    before, after = (tuple(leaf.contiguous() for leaf in network.split(theta)) for _ in range(2))
+    costs = network.add_gradient(gradient, before, *given)
+    assert torch.equal(network.descend(after, eta, *given), costs)
+    expected = theta - eta[..., None] * network.join(gradient)
+    assert torch.allclose(network.join(after), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_cpu_takes_models_one_by_one_where_it_convolves_and_autograd_where_it_normalises():
+    x, cpu = torch.zeros(2, 3, 16, 16), torch.device("cpu")
+    convolves = Network(cnn((3, 16, 16), 3), x, 3)
+    assert (choose_executor("auto", convolves, cpu), choose_slots(0, convolves, cpu)) == ("vectorised", 1)
+    assert choose_slots(3, convolves, cpu) == 3
+    linear = Network(mlp(3 * 256, 3, [5]), x, 3)
+    assert (choose_executor("auto", linear, cpu), choose_slots(0, linear, cpu)) == ("vectorised", 0)
+    for layer in (nn.GroupNorm(1, 3), nn.Conv2d(3, 3, 1, groups=3)):
+        other = Network(nn.Sequential(nn.Conv2d(3, 3, 1), layer, nn.Flatten(), nn.Linear(768, 3)), x, 3)
+        assert choose_executor("auto", other, cpu) == "sequential"
+
+
 def rounded(t):
     return t.to(torch.bfloat16).to(t.dtype)
 
@@ -216,6 +280,7 @@ def test_large_inputs_are_convolved_in_pieces(monkeypatch):
     parameters, x = stacked(module), inputs(2, 6, 6)
     bound = bind(walk(module, parameters), parameters)
     whole, _ = forward(bound, x, None)
+    monkeypatch.setattr("fedcpsl.layers.convolution.by_library", by_matmul)
     monkeypatch.setattr("fedcpsl.layers.convolution.PATCHES_AT_ONCE", 1)
     assert torch.allclose(forward(bound, x, None)[0], whole, rtol=1e-13, atol=1e-13)
 

@@ -30,7 +30,7 @@ from fedcpsl.layers import (
 )
 from fedcpsl.layers.own import own_products
 from fedcpsl.slopes import Cost, Slope, SlopeAtOnce, differentiated, times
-from fedcpsl.views import remembered
+from fedcpsl.views import as_slots, by_model, remembered, unbound
 
 Leaves = tuple[Tensor, ...]
 _KEEPS_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
@@ -83,6 +83,12 @@ class Network:
         """Whether every layer with parameters is linear: then many models at once are faster on a CPU too."""
         return all(is_matmul(layer) or is_parameter_free(layer) for layer in self._layers)
 
+    @property
+    def faster_by_hand(self) -> bool:
+        """Whether a CPU, too, is better off without autograd: not where layers are normalised, in many small passes."""
+        kinds = (is_matmul, is_convolution, is_parameter_free)
+        return self.fully_linear or (self._by_hand and all(any(k(layer) for k in kinds) for layer in self._layers))
+
     def split(self, theta: Tensor) -> Leaves:
         """A flat theta [..., parameters] as the module's tensors, [..., *shape] each."""
         pieces = zip(theta.split(self.sizes, -1), self.shapes.values(), strict=True)
@@ -107,9 +113,9 @@ class Network:
             return self._one(leaves, x, None)
         if self.batched:
             bound = bind(self._layers, self._gridded(leaves, lead), None, self.arithmetic)
-            outputs, _ = forward(bound, _as_grid(x, lead), None)
+            outputs, _ = forward(bound, as_slots(x, lead), None)
             return torch.log_softmax(outputs, -1).reshape(*lead, *outputs.shape[2:])
-        return self._each(self._models(_by_model(leaves, lead)), x, None, lead)
+        return self._each(self._models(by_model(leaves, lead)), x, None, lead)
 
     def _has_own_kernels(self, x: Tensor) -> bool:
         """Whether its convolutions are kernels of our own, which are faster than PyTorch's for one model too."""
@@ -141,7 +147,7 @@ class Network:
             with torch.inference_mode(slope is not None and self._by_hand):
                 return self._add_gradient_batched(into, models, x, keys, slope or differentiated(cost), at_once, lead)
         costs, gradients = self._gradients(models, x, keys, cost, lead)
-        there = [(total, g) for total, g in zip(_by_model(into, lead), gradients, strict=True) if g is not None]
+        there = [(total, g) for total, g in zip(by_model(into, lead), gradients, strict=True) if g is not None]
         torch._foreach_add_(*map(list, zip(*there, strict=True)))
         return costs
 
@@ -172,7 +178,7 @@ class Network:
         self._set_mode(training=True)
         lead = self._lead(models)
         costs, gradients = self._gradients(models, x, keys, cost, lead)
-        both = zip(_by_model(models, lead), gradients, strict=True)
+        both = zip(by_model(models, lead), gradients, strict=True)
         filled = [torch.zeros_like(piece) if g is None else g for piece, g in both]
         each = (filled[i :: len(models)] for i in range(len(models)))  # a leaf's gradients in all models
         leaves = (g[0] if len(g) == 1 else torch.stack(g) for g in each)
@@ -183,7 +189,7 @@ class Network:
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
         """Costs, and the gradients of all leaves, model by model: each is a tensor of its own to autograd."""
         with torch.enable_grad():
-            leaves = [leaf.detach().requires_grad_() for leaf in _by_model(models, lead)]
+            leaves = [leaf.detach().requires_grad_() for leaf in by_model(models, lead)]
             each = self._models(leaves)
             costs = cost(self._each(each, x, keys, lead) if lead else self._one(each[0], x, keys))
             return costs.detach(), torch.autograd.grad(costs.sum(), leaves, allow_unused=True)
@@ -198,8 +204,8 @@ class Network:
         at_once: SlopeAtOnce | None,
         lead: torch.Size,
     ) -> Tensor:
-        keys = None if keys is None else _as_grid(keys, lead)
-        outputs, pulls = forward(self._learning(models, into) or self._bound(models, into), _as_grid(x, lead), keys)
+        keys = None if keys is None else as_slots(keys, lead)
+        outputs, pulls = forward(self._learning(models, into) or self._bound(models, into), as_slots(x, lead), keys)
         found = at_once(outputs) if at_once and len(lead) == 2 else None
         if found:
             backward(pulls, found[1])
@@ -222,7 +228,7 @@ class Network:
         return self._bound(models, into) if all(leaf.is_contiguous() for leaf in (*models, *into)) else None
 
     def _gridded(self, leaves: Leaves, lead: torch.Size) -> dict[str, Tensor]:
-        return {name: _as_grid(leaf, lead) for name, leaf in zip(self.shapes, leaves, strict=True)}
+        return {name: as_slots(leaf, lead) for name, leaf in zip(self.shapes, leaves, strict=True)}
 
     def _set_mode(self, *, training: bool) -> None:
         if self.module.training != training:
@@ -235,8 +241,8 @@ class Network:
 
     def _each(self, models: Sequence[Leaves], x: Tensor, keys: Tensor | None, lead: torch.Size) -> Tensor:
         """One model after another, as plain PyTorch would; the last dimension of x before its samples may be 1."""
-        xs = _unbound(x.expand(*lead, *x.shape[len(lead) :]), len(lead))
-        each_keys = [None] * len(xs) if keys is None else _unbound(keys.expand(*lead, keys.shape[-1]), len(lead))
+        xs = unbound(x.expand(*lead, *x.shape[len(lead) :]), len(lead))
+        each_keys = [None] * len(xs) if keys is None else unbound(keys.expand(*lead, keys.shape[-1]), len(lead))
         each = zip(models, xs, each_keys, strict=True)
         return torch.stack([self._one(*model) for model in each]).unflatten(0, lead)
 
@@ -278,26 +284,6 @@ class Network:
             outputs: Tensor = self.module.train(training)(example)
         self.module.eval()
         return outputs
-
-
-def _unbound(t: Tensor, lead: int) -> list[Tensor]:
-    """Views of a tensor, one for each place in its first dimensions."""
-    pieces = [t]
-    for _ in range(lead):
-        pieces = [part for piece in pieces for part in piece.unbind()]
-    return pieces
-
-
-def _by_model(leaves: Leaves, lead: torch.Size) -> list[Tensor]:
-    """Views of the leaves of one model after another."""
-    return [piece for model in zip(*(_unbound(leaf, len(lead)) for leaf in leaves), strict=True) for piece in model]
-
-
-def _as_grid(t: Tensor, lead: torch.Size) -> Tensor:
-    """A tensor with leading dimensions as [slots, models or 1, ...], without copying what models share."""
-    if len(lead) == 2:
-        return t
-    return t[None] if len(lead) == 1 else t.flatten(0, len(lead) - 2)
 
 
 def _probes(example: Tensor) -> Tensor:

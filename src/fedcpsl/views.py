@@ -1,8 +1,11 @@
-"""Views of tensors, made once and kept for as long as the same tensors are asked about."""
+"""Views of tensors; some are made once, and kept for as long as the same tensors are asked about."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import is_not
 from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
 
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
@@ -26,3 +29,23 @@ def remembered(make: Callable[Given, Made]) -> Callable[Given, Made]:
         return made[0]
 
     return remember
+
+
+def unbound(t: Tensor, lead: int) -> list[Tensor]:
+    """Views of a tensor, one for each place in its first dimensions."""
+    pieces = [t]
+    for _ in range(lead):
+        pieces = [part for piece in pieces for part in piece.unbind()]
+    return pieces
+
+
+def by_model(leaves: Sequence[Tensor], lead: torch.Size) -> list[Tensor]:
+    """Views of the leaves of one model after another."""
+    return [piece for model in zip(*(unbound(leaf, len(lead)) for leaf in leaves), strict=True) for piece in model]
+
+
+def as_slots(t: Tensor, lead: torch.Size) -> Tensor:
+    """A tensor with leading dimensions as [slots, models or 1, ...], without copying what models share."""
+    if len(lead) == 2:
+        return t
+    return t[None] if len(lead) == 1 else t.flatten(0, len(lead) - 2)

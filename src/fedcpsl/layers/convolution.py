@@ -1,4 +1,4 @@
-"""Convolutions for many models at once: patches and one batched matmul, or on a GPU a kernel of our own."""
+"""Convolutions for many models: the library's on a CPU; on a GPU patches and one batched matmul, or our own kernel."""
 
 from collections.abc import Mapping
 
@@ -55,7 +55,7 @@ def _alone(
     own = {name: as_grid(t, trailing) if name == "weight" else t for name, t in parameters.items()}
     into = {name: as_grid(t, trailing) if name == "weight" else t for name, t in totals.items()}
     kernels = own_products(arithmetic, x, own["weight"])
-    run = kernels.convolution if kernels else by_library if x.device.type == "cpu" else _by_matmul
+    run = kernels.convolution if kernels else by_library if x.device.type == "cpu" else by_matmul
     y, take_back = run(layer, geometry, own, into, x, arithmetic)
 
     def pull(gradient: Tensor, to_x: bool) -> Tensor | None:
@@ -68,7 +68,7 @@ def _alone(
     return y.squeeze(-2) if trailing == 1 else y, pull
 
 
-def _by_matmul(
+def by_matmul(
     layer: Layer,
     geometry: Geometry,
     own: Mapping[str, Tensor],

@@ -74,16 +74,11 @@ def channels_first(grid: Tensor) -> Tensor:
 
 def patches(grid: Tensor, geometry: Geometry) -> Tensor:
     """[images, rows, columns, channels] as [images * out rows * out columns, kernel * channels], a copy."""
-    return windows(grid, geometry).reshape(-1, geometry.patch)
-
-
-def windows(grid: Tensor, geometry: Geometry) -> Tensor:
-    """The same as a view, [images, out rows, out columns, *kernel, channels]."""
     (above, below), (left, right) = geometry.padding
     if above or below or left or right:
         grid = nn.functional.pad(grid, (0, 0, left, right, above, below))
     images, row, column, channel = grid.stride()
-    return grid.as_strided(
+    view = grid.as_strided(
         (len(grid), *geometry.out_size, *geometry.kernel, geometry.channels),
         (
             images,
@@ -94,6 +89,7 @@ def windows(grid: Tensor, geometry: Geometry) -> Tensor:
             channel,
         ),
     )
+    return view.reshape(-1, geometry.patch)
 
 
 def add_up_patches(columns: Tensor, geometry: Geometry, images: int) -> Tensor:

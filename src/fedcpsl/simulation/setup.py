@@ -171,7 +171,7 @@ def prepare(
         names=federation.names,
         seed=run.seed,
         vectorised=network.batched,
-        slots=run.slots,
+        slots=choose_slots(run.slots, network, device),
         processes=choose_processes(run.processes, device, active),
         store=run.store,
         supply=federation if isinstance(federation, OnDemand) else None,
@@ -218,10 +218,15 @@ def choose_active(active: int | str, parts: Parts, devices: int) -> int:
 
 
 def choose_executor(name: str, network: Network, device: torch.device) -> str:
-    """auto: side by side on an accelerator, and on a cpu where all layers become batched matmuls."""
+    """auto: side by side on an accelerator, and on a cpu where all layers become products."""
     if name != settings.AUTO:
         return name
-    return "vectorised" if device.type != "cpu" or network.fully_linear else "sequential"
+    return "vectorised" if device.type != "cpu" or network.faster_by_hand else "sequential"
+
+
+def choose_slots(slots: int, network: Network, device: torch.device) -> int:
+    """As given; else all, but one on a cpu where a convolution takes one model after another: it stays in cache."""
+    return slots or (0 if device.type != "cpu" or network.fully_linear else 1)
 
 
 def choose_processes(processes: int | str, device: torch.device, active: int) -> int:
