@@ -29,6 +29,9 @@ from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.slots import Ask, Ground
 from fedcpsl.simulation.tray import Tray, found, leave, tray_of
 
+# glibc keeps what is freed, if not larger than a piece freed before, up to this; else pages are made anew every time
+KEPT = 31 << 20
+
 
 @contextmanager
 def shared_rounds(asks: Sequence[Ask], ground: Ground) -> Iterator[tuple[list[Device], Ground, LocalRounds]]:
@@ -145,6 +148,7 @@ def _work(
     for other in others:  # so that the pipe ends when the main process does, however it ends
         other.close()
     torch.set_num_threads(1)
+    torch.empty(KEPT, dtype=torch.uint8)
     gc.freeze()  # what was there before the fork is never looked at again
     gc.disable()  # a step makes many short-lived objects and no cycles: collect between rounds
     try:
