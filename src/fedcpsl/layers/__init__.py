@@ -5,8 +5,8 @@ inputs [slots, models, samples, ...], or [slots, 1, samples, ...] where the mode
 A `Sequential` is walked. A linear layer becomes one batched matmul, whose gradient is added to the totals inside the
 backward matmul (a training step is bound by memory traffic); so does a convolution on a GPU, or it becomes one kernel
 of our own, and on a CPU it is the library's, model by model; a layer without parameters sees everything as one long
-batch; anything else goes through `vmap`. Every layer hands its gradient back before it adds to its totals, so that on
-a CPU these may be the parameters themselves.
+batch; anything else goes through `vmap`. Every layer hands its gradient back before it adds to its totals, so that
+these may be the parameters themselves.
 """
 
 from fedcpsl.layers.passes import Bound, backward, bind, forward
