@@ -86,7 +86,7 @@ def lineup(chosen: argparse.Namespace) -> list[Contender]:
         for name, both in ways.items()
         for options in both[chosen.options]
         if name in asked
-        and chosen.having in options
+        and (name == "fedcpsl" or chosen.having in options)
         and not (precision == "bf16" and name in ("fedjax", "flower"))
         and not (chosen.vendored and name == "flower")
     ]
@@ -258,7 +258,7 @@ def parsed() -> argparse.Namespace:
     options.add_argument("--turns", type=int, default=1, help="runs of each; a turn is one run of everybody")
     options.add_argument("--only", help=f"some of {','.join(SCRIPTS)}")
     options.add_argument("--options", choices=["best", "shipped"], default="best", help="those that peers are given")
-    options.add_argument("--having", default="", metavar="TEXT", help="only the ways whose options contain this")
+    options.add_argument("--having", default="", metavar="TEXT", help="only the peers' ways whose options contain this")
     options.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options.add_argument("--precisions", help="some of ieee,tf32,bf16; by default ieee, on a GPU tf32 too")
     options.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores, on a CPU")
