@@ -306,8 +306,10 @@ def test_only_what_was_refused_is_logged(front):
     _, folder = front
     ask(*front, "POST", "/v1/fleet/pull-run", b"")
     assert ask(*front, "POST", "/v1/control/list-runs", b"")[0] == 403
-    lines = (folder / "fedcpsl.log").read_text()
-    assert '"POST /v1/control/list-runs HTTP/1.1" 403' in lines
+    refused, until = '"POST /v1/control/list-runs HTTP/1.1" 403', time.monotonic() + 10
+    while refused not in (lines := (folder / "fedcpsl.log").read_text()):  # written after the answer is sent
+        assert time.monotonic() < until, lines
+        time.sleep(0.05)
     assert "pull-run" not in lines
 
 

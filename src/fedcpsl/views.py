@@ -17,16 +17,14 @@ def remembered(make: Callable[Given, Made]) -> Callable[Given, Made]:
     For functions that hand back views of what they are given, or depend only on what never changes in place: a step
     then finds its views ready instead of making a hundred small objects.
     """
-    given: tuple[object, ...] = ()
-    made: list[Made] = []
+    last: tuple[tuple[object, ...], Made] | None = None  # looked at and replaced as one: other threads ask too
 
     def remember(*arguments: Given.args, **named: Given.kwargs) -> Made:
-        nonlocal given
-        asked = (*arguments, *named.values())
-        if not made or len(asked) != len(given) or any(map(is_not, asked, given)):
-            made[:] = [make(*arguments, **named)]
-            given = asked
-        return made[0]
+        nonlocal last
+        asked, kept = (*arguments, *named.values()), last
+        if kept is None or len(asked) != len(kept[0]) or any(map(is_not, asked, kept[0])):
+            kept = last = asked, make(*arguments, **named)
+        return kept[1]
 
     return remember
 
