@@ -14,6 +14,7 @@ from fedcpsl.layers.convolution import by_library, by_matmul
 from fedcpsl.layers.geometry import geometry_of
 from fedcpsl.models import cnn, mlp
 from fedcpsl.network import Network
+from fedcpsl.settings import Run
 from fedcpsl.simulation.setup import choose_executor, choose_slots
 
 SLOTS, MODELS, SAMPLES = 2, 2, 3
@@ -239,10 +240,11 @@ def test_descending_at_once_is_adding_up_a_gradient_first(name, written_out):
 def test_a_cpu_takes_models_one_by_one_where_it_convolves_and_autograd_where_it_normalises():
     x, cpu = torch.zeros(2, 3, 16, 16), torch.device("cpu")
     convolves = Network(cnn((3, 16, 16), 3), x, 3)
-    assert (choose_executor("auto", convolves, cpu), choose_slots(0, convolves, cpu)) == ("vectorised", 1)
-    assert choose_slots(3, convolves, cpu) == 3
+    assert (choose_executor("auto", convolves, cpu), choose_slots(Run(), convolves, cpu)) == ("vectorised", 1)
+    assert choose_slots(Run(slots=3), convolves, cpu) == 3
+    assert choose_slots(Run(executor="vectorised"), convolves, cpu) == 0
     linear = Network(mlp(3 * 256, 3, [5]), x, 3)
-    assert (choose_executor("auto", linear, cpu), choose_slots(0, linear, cpu)) == ("vectorised", 0)
+    assert (choose_executor("auto", linear, cpu), choose_slots(Run(), linear, cpu)) == ("vectorised", 0)
     for layer in (nn.GroupNorm(1, 3), nn.Conv2d(3, 3, 1, groups=3)):
         other = Network(nn.Sequential(nn.Conv2d(3, 3, 1), layer, nn.Flatten(), nn.Linear(768, 3)), x, 3)
         assert choose_executor("auto", other, cpu) == "sequential"

@@ -54,7 +54,79 @@ def frozen_part():
     return model
 
 
-MODELS = [Residual, convolutional, with_dropout, DropoutInside, frozen_part]
+class Skipping(nn.Sequential):
+    """A Sequential that is more than its layers."""
+
+    def forward(self, x):
+        return super().forward(x) + x
+
+
+class Shifted(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + 3
+
+
+class Half(nn.ReLU):
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+def one_relu_twice():
+    relu = nn.ReLU()
+    return nn.Sequential(
+        *(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), relu, nn.Conv2d(4, 4, 1), relu), nn.Flatten(), nn.Linear(8, 3)
+    )
+
+
+def one_layer_twice():
+    layer = nn.Linear(6, 6)
+    return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(6, 3))
+
+
+def one_dropout_twice():
+    dropout = nn.Dropout(0.4)
+    return nn.Sequential(nn.Linear(6, 8), dropout, nn.Linear(8, 8), dropout, nn.Linear(8, 3))
+
+
+def tied_weights():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
+    model[2].weight = model[0].weight
+    return model
+
+
+class Named(nn.Sequential):
+    """A Sequential that is its layers."""
+
+
+def skipping():
+    return Named(Skipping(nn.Linear(6, 6), nn.ReLU()), nn.Linear(6, 3))
+
+
+def subclasses():
+    return nn.Sequential(Shifted(6, 8), Half(), nn.Linear(8, 3))
+
+
+def hooked():
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    model[0].register_forward_hook(lambda *called: 2 * called[-1])
+    return model
+
+
+def patched():
+    """Nothing about its kind tells that this ReLU is none."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    model[1].forward = torch.tanh
+    return model
+
+
+def frozen_bias():
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    model[0].bias.requires_grad_(False)
+    return model
+
+
+MODELS = [Residual, convolutional, with_dropout, DropoutInside, frozen_part, one_relu_twice, one_layer_twice]
+MODELS += [one_dropout_twice, tied_weights, skipping, subclasses, hooked, frozen_bias, patched]
 
 
 def end_of(model, executor, name="fedcpsl", dtype="float64"):
@@ -65,6 +137,7 @@ def end_of(model, executor, name="fedcpsl", dtype="float64"):
         config.Work(rounds=3, active=3, unit="hlu", batch_labelled=3, batch_unlabelled=4),
         config.Run(executor=executor, dtype=dtype, device="cpu", processes=1),
     )
+    assert setup.slots == 0
     *_, last = simulate(setup)
     return last
 
@@ -100,6 +173,34 @@ def test_gradients_are_those_of_plain_autograd(make):
     log_h = torch.log_softmax(torch.func.functional_call(module, named, (x,)), -1)
     (expected,) = torch.autograd.grad((log_h**2).sum(), theta)
     assert torch.allclose(found[True][1][1], expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_model_that_is_more_than_its_layers_is_named(caplog):
+    Network(patched(), torch.zeros(1, 6), 3, batched=True)
+    assert "more than its layers" in caplog.text
+    caplog.clear()
+    for make in (one_relu_twice, subclasses, skipping):
+        Network(make(), torch.zeros(1, 6), 3, batched=True)
+    assert not caplog.text
+
+
+def test_gradients_that_a_copy_would_swallow_are_refused():
+    x = torch.randn(2, 4, 1, 5, 6)
+    network = Network(with_dropout(), x[0, 0, 0], 3, batched=True)
+    across = [leaf.transpose(0, 1) for leaf in network.split(network.initial.expand(4, 2, 3, -1).clone())]
+    with pytest.raises(AssertionError, match="lost"):
+        network.add_gradient(tuple(across), tuple(across), x, None, lambda h: (h**2).sum((-1, -2)))
+
+
+def test_a_cost_may_have_one_gradient_for_all():
+    x = torch.randn(2, 1, 5, 6)
+    network = Network(with_dropout(), x[0, 0], 3, batched=True)
+    before, after = (network.split(network.initial.expand(2, 1, -1).clone()) for _ in range(2))
+    into = tuple(map(torch.zeros_like, before))
+    network.add_gradient(into, before, x, None, lambda h: h.sum((-1, -2)))
+    network.descend(after, torch.full((2, 1), 0.5), x, None, lambda h: h.sum((-1, -2)))
+    for old, new, gradient in zip(before, after, into, strict=True):
+        assert torch.allclose(new, old - 0.5 * gradient, atol=1e-6)
 
 
 def test_split_and_join_are_inverse():

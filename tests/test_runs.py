@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from fedcpsl.errors import RunError
+from fedcpsl.runs import experiment
 from fedcpsl.runs.checkpoint import drop_checkpoints
 
 from .command import environment, fedcpsl, spawn
@@ -209,3 +211,16 @@ def test_a_checkpoint_that_a_kill_left_half_written_goes_with_the_others(tmp_pat
     drop_checkpoints(tmp_path)
     assert not list(tmp_path.iterdir())
     drop_checkpoints(tmp_path)
+
+
+def test_a_save_that_fails_beside_others_is_said():
+    saved = []
+
+    def save(member, state):
+        if member == "second":
+            raise RunError(f"{member}: no space left at {state}")
+        saved.append(member)
+
+    with pytest.raises(RunError, match="second: no space left at 2"):
+        experiment._for_each(["first", "second"], [1, 2], save)
+    assert saved == ["first"]

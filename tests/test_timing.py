@@ -42,6 +42,22 @@ def test_candidates_are_what_the_settings_leave_open(monkeypatch):
     assert timing.candidates_for(small_setup(run), run) == [Layout("vectorised", 0, 1)]
 
 
+@pytest.mark.parametrize("active", [2, 4])
+def test_no_layout_is_timed_twice(monkeypatch, active):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    rng = np.random.default_rng(0)
+    federation = Federation.from_arrays(rng.normal(size=(40, 1, 6, 6)), rng.integers(0, 3, 40), np.arange(40) % 4)
+    for norm in (torch.nn.Identity(), torch.nn.GroupNorm(1, 2)):
+        model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), norm, torch.nn.Flatten(), torch.nn.Linear(32, 3))
+        setup = prepare(federation, model, Algorithm(), Work(rounds=1, active=active), Run(device="cpu"))
+        found = timing.candidates_for(setup, Run(device="cpu"))
+        shares = [-(-active // layout.processes) for layout in found]
+        most = [n if e == "sequential" else min(s or n, n) for (e, s, _), n in zip(found, shares, strict=True)]
+        same = [(layout.executor, n, layout.processes) for layout, n in zip(found, most, strict=True)]
+        assert len(set(same)) == len(same)
+
+
 def test_the_fastest_of_given_speeds_is_chosen_and_said(caplog):
     speeds = {Layout("sequential", 0, 1): 10.0, Layout("vectorised", 2, 1): 30.0, Layout("vectorised", 0, 2): 20.0}
     with caplog.at_level(logging.INFO, "fedcpsl"):

@@ -77,7 +77,7 @@ def with_keyed_dropout(module: nn.Module) -> list[KeyedDropout]:
     """Replace every dropout layer inside `module` and return the replacements."""
     found: list[KeyedDropout] = []
     for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
+        for name, child in list(parent._modules.items()):  # by name: one may be there twice
             if type(child) is nn.Dropout or isinstance(child, CHANNELWISE):
                 found.append(KeyedDropout(child.p, len(found), isinstance(child, CHANNELWISE)))
                 setattr(parent, name, found[-1])

@@ -4,6 +4,7 @@ At rest theta is one flat vector, so every state of every algorithm is one tenso
 line. In the local steps it is a tuple of the module's own tensors (`Leaves`), which is what matmuls want.
 """
 
+import logging
 from collections.abc import Sequence
 from copy import deepcopy
 
@@ -25,15 +26,17 @@ from fedcpsl.layers import (
     is_matmul,
     is_parameter_free,
     pool_before_relu,
+    refuse_running_statistics,
     runs_without_vmap,
     walk,
+    whole,
 )
 from fedcpsl.layers.own import own_products
 from fedcpsl.slopes import Cost, Slope, SlopeAtOnce, differentiated, times
 from fedcpsl.views import as_slots, by_model, remembered, unbound
 
 Leaves = tuple[Tensor, ...]
-_KEEPS_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+AGREE = 0.02  # of the outputs' norm: a GPU may multiply coarsely
 
 
 class Network:
@@ -54,7 +57,7 @@ class Network:
         self.arithmetic = Arithmetic(precision)
         self.classes = classes
         self.module = deepcopy(module).to(example.device, example.dtype)
-        _refuse_running_statistics(self.module)
+        refuse_running_statistics(self.module)
         self._dropouts = with_keyed_dropout(self.module)
         trained = {k: p for k, p in self.module.named_parameters() if p.requires_grad}
         if not trained:
@@ -221,7 +224,9 @@ class Network:
 
     def _bound(self, models: Leaves, into: Leaves) -> list[Bound]:
         lead = self._lead(models)
-        return bind(self._layers, self._gridded(models, lead), self._gridded(into, lead), self.arithmetic)
+        totals = self._gridded(into, lead)
+        assert all(map(_same_memory, into, totals.values())), "what is added to a copy would be lost"
+        return bind(self._layers, self._gridded(models, lead), totals, self.arithmetic)
 
     def _kept_views(self, models: Leaves, into: Leaves) -> list[Bound] | None:
         """As `_bound`, but only where they are views, so that they are good for the next step too."""
@@ -274,9 +279,21 @@ class Network:
                 "the model draws random numbers of its own while training, so executors could not agree; "
                 "use nn.Dropout for dropout and remove other random layers"
             )
-        self.same_in_both_modes = not self.has_dropout and torch.equal(
-            trained, self._trial(probes, training=False, seed=1)
-        )
+        evaluated = self._trial(probes, training=False, seed=1)
+        self.same_in_both_modes = not self.has_dropout and torch.equal(trained, evaluated)
+        self._check_walk(probes, evaluated)
+
+    def _check_walk(self, probes: Tensor, expected: Tensor) -> None:
+        """Take the module as one layer where its layers, computed by hand, do not give what it gives."""
+        if not self.fully_batched:
+            return
+        own = self._gridded(self.split(self.initial[None, None]), torch.Size([1, 1]))
+        with torch.no_grad():
+            found, _ = forward(bind(self._layers, own, None, Arithmetic(kernels="off")), probes[None, None], None)
+        if found[0, 0].shape == expected.shape and (found[0, 0] - expected).norm() <= AGREE * expected.norm():
+            return
+        logging.getLogger("fedcpsl").warning("the model is more than its layers: it runs as a whole, which is slower")
+        self._layers, self._by_hand, self._wants_channels_last = whole(self.module, self.shapes), False, False
 
     def _trial(self, example: Tensor, *, training: bool, seed: int) -> Tensor:
         with torch.random.fork_rng(), torch.no_grad():
@@ -286,18 +303,11 @@ class Network:
         return outputs
 
 
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr()
+
+
 def _probes(example: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(62, *example.shape[1:], generator=generator).to(example)
     return torch.cat([example, 3 * noise])
-
-
-def _refuse_running_statistics(module: nn.Module) -> None:
-    for name, layer in module.named_modules():
-        if isinstance(layer, _KEEPS_STATISTICS) and (
-            layer.track_running_stats or isinstance(layer, nn.modules.batchnorm._BatchNorm)
-        ):
-            raise InputError(
-                f"layer {name!r} ({type(layer).__name__}) mixes samples or keeps statistics across them, which has "
-                "no meaning over devices; use nn.GroupNorm instead"
-            )

@@ -18,7 +18,7 @@ def stream(seed: int, purpose: str, *where: int) -> np.random.Generator:
     """The random numbers of one purpose at one place."""
     words = [seed, PURPOSES.index(purpose), *where]
     # the same to NumPy, which looks at a list number by number: half the time
-    entropy = np.array(words, np.uint32) if max(words) < 1 << 32 else words
+    entropy = np.array(words, np.uint32) if 0 <= min(words) <= max(words) < 1 << 32 else words
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
 
 

@@ -182,7 +182,7 @@ class Run:
         "sequential",
         "vectorised",
     )
-    slots: int = whole(0, "most devices side by side; 0: all active ones", 0)
+    slots: int = whole(0, "most devices side by side; 0: all active ones, or what executor auto finds faster", 0)
     processes: int | str = whole(
         AUTO,
         "processes that share a round's devices; auto: one per core on Linux, 1 where there is a GPU",

@@ -29,6 +29,6 @@ def times(numbers: Tensor, slope: Any) -> Any:
 
     def scaled(given: Tensor) -> tuple[Tensor, Tensor] | None:
         found = slope(given)
-        return found and (found[0], found[1].mul_(numbers[..., None, None]))
+        return found and (found[0], found[1] * numbers[..., None, None])
 
     return scaled if slope else None

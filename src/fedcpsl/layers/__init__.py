@@ -18,8 +18,10 @@ from fedcpsl.layers.walk import (
     is_matmul,
     is_parameter_free,
     pool_before_relu,
+    refuse_running_statistics,
     runs_without_vmap,
     walk,
+    whole,
 )
 
 __all__ = [
@@ -35,6 +37,8 @@ __all__ = [
     "is_matmul",
     "is_parameter_free",
     "pool_before_relu",
+    "refuse_running_statistics",
     "runs_without_vmap",
     "walk",
+    "whole",
 ]

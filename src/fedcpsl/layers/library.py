@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fedcpsl.layers.geometry import Geometry, channels_first, channels_last, rectify_gradient
 from fedcpsl.layers.products import Arithmetic, factor
 from fedcpsl.layers.walk import Layer, Pull
+from fedcpsl.views import unbound
 
 
 def by_library(
@@ -40,7 +41,7 @@ def by_library(
         slopes = channels_first(factor(gradient, arithmetic)).flatten(0, 1).unbind()
         both = [_gradients(*each, *how, to_x) for each in zip(slopes, images, weights, strict=True)]
         handed = _stacked([of_x for of_x, _ in both if of_x is not None]) if to_x else None
-        for total, (_, of_weight) in zip(into["weight"].flatten(0, 1).unbind(), both, strict=True):
+        for total, (_, of_weight) in zip(unbound(into["weight"], 2), both, strict=True):
             total.add_(of_weight)
         if "bias" in into:
             into["bias"].add_(gradient.sum((2, 3, 4)))

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedcpsl.dropout import KeyedDropout
 from fedcpsl.layers.autograd import other
@@ -19,6 +19,7 @@ from fedcpsl.layers.walk import (
     is_group_norm,
     is_matmul,
     is_pooling,
+    is_relu,
 )
 
 DEFAULT = Arithmetic()
@@ -66,7 +67,7 @@ def _layer(part: Bound, x: Tensor, keys: Tensor | None) -> tuple[Tensor, Pull]:
     module = part.layer.module
     if part.matrices:
         return linear(x, part.matrices, part.matrix_totals, part.arithmetic)
-    if isinstance(module, nn.ReLU):
+    if is_relu(module):
         return relu(x)
     if flattens_samples(module):
         return flatten(x)

@@ -1,13 +1,16 @@
 """The layers of a network in order, and which of them are computed and differentiated by hand."""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard, TypeVar
 
 from torch import Tensor, nn
 
 from fedcpsl.dropout import KeyedDropout
+from fedcpsl.errors import InputError
 
 Named = Mapping[str, Tensor]
+_KEEPS_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+Kind = TypeVar("Kind", bound=nn.Module)
 Pull = Callable[[Tensor, bool], Tensor | None]  # a layer's backward pass: adds to its totals, hands back x's gradient
 
 
@@ -29,6 +32,8 @@ class Layer(NamedTuple):
 
 def walk(module: nn.Module, trained: Mapping[str, object]) -> list[Layer]:
     """The layers of a module in order: a `Sequential`'s own, or the module itself."""
+    if _shares_parameters(module):
+        return whole(module, trained)
     layers = _with_relus_taken_in(_flat(module, trained, ""))
     for i, layer in enumerate(layers):
         after = layers[i + 1] if i + 1 < len(layers) else None
@@ -39,11 +44,30 @@ def walk(module: nn.Module, trained: Mapping[str, object]) -> list[Layer]:
     return _with_pooling_taken_in(layers)
 
 
+def whole(module: nn.Module, trained: Mapping[str, object]) -> list[Layer]:
+    """The module as one layer, whatever is in it."""
+    return [Layer(module, {name: name for name in trained})]
+
+
+def _shares_parameters(module: nn.Module) -> bool:
+    """Whether layers have a parameter in common: its gradient is known after the last of them."""
+    return len(list(module.named_parameters(remove_duplicate=False))) > len(list(module.parameters()))
+
+
+def _is(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
+    """Whether a module does what its kind does, and nothing of its own beside it."""
+    return type(module) is kind and not _has_hooks(module)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def _feeds_a_matmul(after: list[Layer]) -> bool:
     for layer in after:
         if is_convolution(layer) or is_matmul(layer):
             return True
-        if not (is_pooling(layer) or is_dropout(layer) or type(layer.module) in (nn.ReLU, nn.Flatten)):
+        if not (is_pooling(layer) or is_dropout(layer) or is_relu(layer.module) or _is(layer.module, nn.Flatten)):
             return False
     return False
 
@@ -69,21 +93,22 @@ def _halves(layer: Layer) -> bool:
 
 
 def _flat(module: nn.Module, trained: Mapping[str, object], prefix: str) -> list[Layer]:
-    if isinstance(module, nn.Sequential):
-        return [layer for name, child in module.named_children() for layer in _flat(child, trained, f"{prefix}{name}.")]
+    in_order = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    if in_order and not _has_hooks(module):  # its modules by name: one may be there twice
+        return [layer for name, child in module._modules.items() for layer in _flat(child, trained, f"{prefix}{name}.")]
     return [Layer(module, {name.removeprefix(prefix): name for name in trained if name.startswith(prefix)})]
 
 
 def _with_relus_taken_in(layers: list[Layer]) -> list[Layer]:
     kept: list[Layer] = []
     for layer in layers:
-        if is_pooling(layer) and kept and isinstance(kept[-1].module, nn.ReLU):
+        if is_pooling(layer) and kept and is_relu(kept[-1].module):
             kept[-1] = layer._replace(rectified=True)
         else:
             kept.append(layer)
     joined: list[Layer] = []
     for layer in kept:
-        if isinstance(layer.module, nn.ReLU) and joined and is_convolution(joined[-1]) and not joined[-1].rectified:
+        if is_relu(layer.module) and joined and is_convolution(joined[-1]) and not joined[-1].rectified:
             joined[-1] = joined[-1]._replace(rectified=True)
         else:
             joined.append(layer)
@@ -93,32 +118,41 @@ def _with_relus_taken_in(layers: list[Layer]) -> list[Layer]:
 def pool_before_relu(module: nn.Module) -> None:
     """Swap every ReLU with the max pooling after it, in place: the same values and gradients, of fewer numbers."""
     for part in module.modules():
-        if type(part) is nn.Sequential:
+        if _is(part, nn.Sequential):
             for i in range(len(part) - 1):
-                if type(part[i]) is nn.ReLU and is_pooling(Layer(part[i + 1], {})):
+                if is_relu(part[i]) and is_pooling(Layer(part[i + 1], {})):
                     part[i], part[i + 1] = part[i + 1], part[i]
 
 
+def is_relu(module: nn.Module) -> bool:
+    return _is(module, nn.ReLU)
+
+
+def _learns(layer: Layer) -> bool:
+    """Whether all of its parameters are trained."""
+    return set(layer.names) == {name for name, _ in layer.module.named_parameters()}
+
+
 def is_matmul(layer: Layer) -> bool:
-    return isinstance(layer.module, nn.Linear) and "weight" in layer.names
+    return _is(layer.module, nn.Linear) and _learns(layer)
 
 
 def is_convolution(layer: Layer) -> bool:
     """Whether the layer is a convolution that is computed by hand."""
     module = layer.module
-    if not isinstance(module, (nn.Conv1d, nn.Conv2d)) or type(module) not in (nn.Conv1d, nn.Conv2d):
-        return False
-    all_learn = set(layer.names) == {name for name, _ in module.named_parameters()}
-    return module.groups == 1 and module.padding_mode == "zeros" and all_learn
+    if _is(module, nn.Conv1d) or _is(module, nn.Conv2d):
+        return module.groups == 1 and module.padding_mode == "zeros" and _learns(layer)
+    return False
 
 
 def is_pooling(layer: Layer) -> bool:
-    return type(layer.module) in (nn.MaxPool1d, nn.MaxPool2d) and not layer.module.return_indices
+    module = layer.module
+    return (_is(module, nn.MaxPool1d) or _is(module, nn.MaxPool2d)) and not module.return_indices
 
 
 def is_group_norm(layer: Layer) -> bool:
     return (
-        type(layer.module) is nn.GroupNorm
+        _is(layer.module, nn.GroupNorm)
         and set(layer.names) in (set(), {"weight", "bias"})
         and (layer.module.affine == bool(layer.names))
     )
@@ -133,7 +167,7 @@ def is_parameter_free(layer: Layer) -> bool:
 
 
 def flattens_samples(module: nn.Module) -> bool:
-    return isinstance(module, nn.Flatten) and (module.start_dim, module.end_dim) == (1, -1)
+    return _is(module, nn.Flatten) and (module.start_dim, module.end_dim) == (1, -1)
 
 
 def runs_without_vmap(layer: Layer) -> bool:
@@ -147,6 +181,18 @@ def differentiated_by_hand(layers: list[Layer]) -> bool:
     first = learning.index(True) if True in learning else len(layers)
     by_hand = (is_matmul, is_convolution, is_pooling, is_group_norm, is_dropout)
     return all(
-        isinstance(layer.module, nn.ReLU) or flattens_samples(layer.module) or any(kind(layer) for kind in by_hand)
+        is_relu(layer.module) or flattens_samples(layer.module) or any(kind(layer) for kind in by_hand)
         for layer in layers[first:]
     )
+
+
+def refuse_running_statistics(module: nn.Module) -> None:
+    """Stop at layers whose outputs depend on other samples than their own."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, _KEEPS_STATISTICS) and (
+            layer.track_running_stats or isinstance(layer, nn.modules.batchnorm._BatchNorm)
+        ):
+            raise InputError(
+                f"layer {name!r} ({type(layer).__name__}) mixes samples or keeps statistics across them, which has "
+                "no meaning over devices; use nn.GroupNorm instead"
+            )

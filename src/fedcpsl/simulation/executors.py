@@ -65,7 +65,8 @@ def groups(asks: Sequence[Ask], ground: Ground) -> Iterator[tuple[Program, list[
         most = min((slot.ask.setup.slots or len(slots)) for slot in slots) if setup.vectorised else 1
         for piece in _even_pieces(len(slots), most):
             method = _method_for_all(slots if setup.vectorised else slots[piece])
-            yield Program(key, setup.algorithm, method, ground), slots[piece]
+            merged = (*key, method.parts.control_variates, method.parts.momentum)
+            yield Program(merged, setup.algorithm, method, ground), slots[piece]
 
 
 def _program_key(setup: Setup, task: DeviceRound) -> tuple[Any, ...]:

@@ -46,7 +46,8 @@ def slots_that_fit(setups: Sequence[Setup]) -> int:
         return 0
     needed = sum(s.devices if s.method.parts.everyone or s.personal_rounds else s.work.active for s in setups)
     if setup.shelf.where.type == "cuda":
-        most = int(SHARE * free_bytes(setup.shelf.where) / (COPIES * max(bytes_per_slot(setup), 1)))
+        largest = max(setups, key=lambda s: s.method.parts.momentum + s.method.parts.control_variates)
+        most = int(SHARE * free_bytes(setup.shelf.where) / (COPIES * max(bytes_per_slot(largest), 1)))
     else:
         needed = -(-needed // setup.processes)
         most = CACHES // (STATES_OF_SLOT * _bytes(setup.method.network.initial))

@@ -171,7 +171,7 @@ def prepare(
         names=federation.names,
         seed=run.seed,
         vectorised=network.batched,
-        slots=choose_slots(run.slots, network, device),
+        slots=choose_slots(run, network, device),
         processes=choose_processes(run.processes, device, active),
         store=run.store,
         supply=federation if isinstance(federation, OnDemand) else None,
@@ -224,9 +224,10 @@ def choose_executor(name: str, network: Network, device: torch.device) -> str:
     return "vectorised" if device.type != "cpu" or network.faster_by_hand else "sequential"
 
 
-def choose_slots(slots: int, network: Network, device: torch.device) -> int:
-    """As given; else all, but one on a cpu where a convolution takes one model after another: it stays in cache."""
-    return slots or (0 if device.type != "cpu" or network.fully_linear else 1)
+def choose_slots(run: settings.Run, network: Network, device: torch.device) -> int:
+    """As given; else all, but with executor auto one on a cpu where convolutions take model after model: in cache."""
+    one_by_one = device.type == "cpu" and network.faster_by_hand and not network.fully_linear
+    return run.slots or (1 if run.executor == settings.AUTO and one_by_one else 0)
 
 
 def choose_processes(processes: int | str, device: torch.device, active: int) -> int:

@@ -63,7 +63,8 @@ def candidates_for(setup: Setup, run: settings.Run) -> list[Layout]:
     found = [untimed]
     for count in processes:
         share = -(-setup.work.active // count)  # of each process
-        wide = [0, *(n for n in SLOTS if n < share)] if not run.slots else [run.slots]
+        as_all = 0 < share <= setup.slots  # then the slots hold all devices of a process already
+        wide = [n for n in (0, *SLOTS) if n < share and (n or not as_all)] if not run.slots else [run.slots]
         found += [
             Layout(executor, slots, count)
             for executor in executors
