@@ -95,7 +95,8 @@ def _halves(layer: Layer) -> bool:
 def _flat(module: nn.Module, trained: Mapping[str, object], prefix: str) -> list[Layer]:
     in_order = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
     if in_order and not _has_hooks(module):  # its modules by name: one may be there twice
-        return [layer for name, child in module._modules.items() for layer in _flat(child, trained, f"{prefix}{name}.")]
+        children = [(name, child) for name, child in module._modules.items() if child is not None]
+        return [layer for name, child in children for layer in _flat(child, trained, f"{prefix}{name}.")]
     return [Layer(module, {name.removeprefix(prefix): name for name in trained if name.startswith(prefix)})]
 
 
