@@ -1,10 +1,11 @@
-"""A proxy that ends TLS as the server would, and keeps what a device sends before it passes it on.
+"""A proxy that ends TLS as the server would, and keeps what a device and the server send before it passes it on.
 
 It has the server's own certificate, so the device notices nothing. Then every byte is read: HTTP requests, in them
 Flower's protobuf, in that the objects of which Flower's messages are made.
 """
 
 import contextlib
+import re
 import select
 import socket
 import ssl
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from flwr.proto.message_pb2 import PullObjectResponse
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
@@ -26,8 +28,15 @@ class Request(NamedTuple):
     body: bytes
 
 
+class Wire(NamedTuple):
+    """What went over one connection, each way in its order."""
+
+    sent: bytearray
+    received: bytearray
+
+
 class Recorder:
-    """Listens on a port of its own; `sent` has what came over each connection, in its order."""
+    """Listens on a port of its own; `wires` has every connection of its device."""
 
     def __init__(self, keys: Path, server: str) -> None:
         self._server, self._ca = server, keys / "ca.crt"
@@ -35,11 +44,32 @@ class Recorder:
         self._secured.load_cert_chain(keys / "server.crt", keys / "server.key")
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self.sent: list[bytearray] = []
+        self.wires: list[Wire] = []
         threading.Thread(target=self._listen, daemon=True).start()
 
     def close(self) -> None:
         self._listener.close()
+
+    @property
+    def sent(self) -> list[bytes]:
+        """What the device sent over each connection."""
+        return [bytes(wire.sent) for wire in self.wires]
+
+    @property
+    def requests(self) -> list[Request]:
+        return [request for sent in self.sent for request in requests_in(sent)]
+
+    def known_to_server(self) -> dict[str, bytes]:
+        """The objects of Flower's messages that went over these connections, either way."""
+        objects = pushed_in(self.requests)
+        for wire in self.wires:
+            asked = requests_in(bytes(wire.sent))
+            for request, answer in zip(asked, bodies_in(bytes(wire.received)), strict=False):  # the last may be cut off
+                if request.path.endswith("/pull-object"):
+                    found = PullObjectResponse.FromString(answer)
+                    if found.object_available:
+                        objects[parsed(request).object_id] = found.object_content
+        return objects
 
     def _listen(self) -> None:
         with contextlib.suppress(OSError):
@@ -55,9 +85,9 @@ class Recorder:
             device = open_.enter_context(self._secured.wrap_socket(plain, server_side=True))
             trusting = ssl.create_default_context(cafile=self._ca)
             server = open_.enter_context(trusting.wrap_socket(reached, server_hostname=host))
-            kept = bytearray()
-            self.sent.append(kept)
-            _exchange(device, server, kept)
+            wire = Wire(bytearray(), bytearray())
+            self.wires.append(wire)
+            _exchange(device, server, wire)
 
 
 def _connect(host: str, port: int) -> socket.socket:
@@ -72,7 +102,7 @@ def _connect(host: str, port: int) -> socket.socket:
             time.sleep(0.1)
 
 
-def _exchange(device: ssl.SSLSocket, server: ssl.SSLSocket, kept: bytearray) -> None:
+def _exchange(device: ssl.SSLSocket, server: ssl.SSLSocket, wire: Wire) -> None:
     """Pass on both ways until one side closes; one thread, for a TLS connection is not to be used by two at once."""
     while True:
         buffered = [each for each in (device, server) if each.pending()]
@@ -84,9 +114,8 @@ def _exchange(device: ssl.SSLSocket, server: ssl.SSLSocket, kept: bytearray) -> 
                 continue
             if not piece:
                 return
-            target = server if origin is device else device
-            if origin is device:
-                kept += piece
+            target, kept = (server, wire.sent) if origin is device else (device, wire.received)
+            kept.extend(piece)
             target.settimeout(WAIT_S)
             target.sendall(piece)
 
@@ -109,6 +138,19 @@ def requests_in(sent: bytes) -> list[Request]:
     return found
 
 
+def bodies_in(received: bytes) -> list[bytes]:
+    """The bodies of the HTTP answers that a connection carried, as far as they are whole."""
+    found = []
+    while b"\r\n\r\n" in received:
+        head, _, received = received.partition(b"\r\n\r\n")
+        length = int(re.search(rb"(?i)\r\ncontent-length: *(\d+)", head).group(1))
+        if len(received) < length:
+            break
+        found.append(received[:length])
+        received = received[length:]
+    return found
+
+
 def parsed(request: Request):
     """The protobuf of a request; its known fields make up all of its length, so nothing hides in it."""
     read = PROTOBUF_REQUEST_TYPES["POST", request.path].FromString(request.body)
@@ -117,20 +159,28 @@ def parsed(request: Request):
     return read
 
 
-def messages_in(requests: list[Request]):
-    """Flower's messages, put together from the objects and chunks that they were sent as; every object is of one."""
-    contents, trees = {}, []
+def pushed_in(requests: list[Request]) -> dict[str, bytes]:
+    """The objects that a device sent, by their names, which are the hashes of their contents."""
+    pushed = [parsed(request) for request in requests if request.path.endswith("/push-object")]
+    return {each.object_id: each.object_content for each in pushed}
+
+
+def messages_in(requests: list[Request], known: dict[str, bytes]):
+    """Flower's messages, put together from the objects and chunks that they were sent as; every object is of one.
+
+    A device is not asked for an object that the server has at that moment, say the record of no tensors that another
+    device sent: `known` has those.
+    """
+    pushed, trees = pushed_in(requests), []
     for request in requests:
-        read = parsed(request)
-        if request.path.endswith("/push-object"):
-            contents[read.object_id] = read.object_content
-        elif request.path.endswith("/push-messages"):
+        if request.path.endswith("/push-messages"):
+            read = parsed(request)
             assert not any(message.content.ByteSize() for message in read.messages_list)  # objects have it
             trees += [tree.object_id for tree in read.message_object_trees]
     messages, used = [], {}
     for object_id in dict.fromkeys(trees):
-        message = inflate_object_from_contents(object_id, contents, keep_object_contents=True)
+        message = inflate_object_from_contents(object_id, known | pushed, keep_object_contents=True)
         used |= {each: object_.deflate() for each, object_ in get_all_nested_objects(message).items()}
         messages.append(message)
-    assert used == contents  # byte for byte
+    assert {name: used.get(name) for name in pushed} == pushed  # byte for byte
     return messages
