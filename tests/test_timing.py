@@ -93,7 +93,7 @@ def test_candidates_are_really_run_and_leave_no_trace(layout):
 def test_small_runs_are_not_timed(monkeypatch):
     monkeypatch.setattr(timing, "device_steps_per_second", lambda *_: pytest.fail("timed"))
     setup = small_setup()
-    assert timing.operations(setup) < timing.LONG
+    assert timing.seconds_on_one_core(setup) < timing.LONG
     assert timing.fastest(setup, Run(device="cpu")) is setup
 
 

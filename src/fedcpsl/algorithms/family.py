@@ -157,9 +157,9 @@ def step_slope(method: Method, hyper: Hyper, models: Leaves, samples: Samples, l
         return costs, slope.mul_(mixture_share(log_h.squeeze(lead), mixed.squeeze(lead), hyper.beta).unsqueeze(lead))
     if method.trains_localized_alone or not method.parts.personal:
         return local_cost_and_slope(log_h, target, weights)
-    log_h_lc, predictions = log_h.select(lead, 1), log_h.clone()
-    mixed = predictions.select(lead, 1).copy_(_mixed(method, hyper, models, samples, log_h))
-    costs, slope = local_cost_and_slope(predictions, target, weights)
+    own, log_h_lc = log_h.unbind(lead)
+    mixed = _mixed(method, hyper, models, samples, log_h)
+    costs, slope = local_cost_and_slope(torch.stack([own, mixed], lead), target, weights)
     slope.select(lead, 1).mul_(mixture_share(log_h_lc, mixed, hyper.beta))
     return costs, slope
 

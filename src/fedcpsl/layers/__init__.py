@@ -3,10 +3,10 @@
 What `torch.func.vmap` and autograd do, with less work where it matters. Parameters are [slots, models, *shape],
 inputs [slots, models, samples, ...], or [slots, 1, samples, ...] where the models of a slot see the same samples.
 A `Sequential` is walked. A linear layer becomes one batched matmul, whose gradient is added to the totals inside the
-backward matmul (a training step is bound by memory traffic); so does a convolution on a GPU, or it becomes one kernel
-of our own, and on a CPU it is the library's, model by model; a layer without parameters sees everything as one long
-batch; anything else goes through `vmap`. Every layer hands its gradient back before it adds to its totals, so that
-these may be the parameters themselves.
+backward matmul (a training step is bound by memory traffic), and on a CPU those that follow one another are one layer;
+so does a convolution on a GPU, or it becomes one kernel of our own, and on a CPU it is the library's, model by model; a
+layer without parameters sees everything as one long batch; anything else goes through `vmap`. Every layer hands its
+gradient back before it adds to its totals, so that these may be the parameters themselves.
 """
 
 from fedcpsl.layers.passes import Bound, backward, bind, forward

@@ -7,6 +7,7 @@ from torch import Tensor
 from fedcpsl.dropout import KeyedDropout
 from fedcpsl.layers.autograd import other
 from fedcpsl.layers.convolution import convolution
+from fedcpsl.layers.dense import Dense, Linear, dense
 from fedcpsl.layers.linear import Matrices, Totals, linear, matrices_of, totals_of
 from fedcpsl.layers.products import Arithmetic
 from fedcpsl.layers.simple import dropout, flatten, group_norm, pooling, relu
@@ -35,6 +36,7 @@ class Bound(NamedTuple):
     matrices: Matrices | None
     matrix_totals: Totals | None
     arithmetic: Arithmetic
+    dense: Dense | None = None  # it and linear layers after it, as one
 
 
 def bind(
@@ -50,7 +52,28 @@ def bind(
         matrices = matrices_of(own) if is_matmul(layer) else None
         matrix_totals = totals_of(into) if matrices and into else None
         bound.append(Bound(layer, own, into, learning, matrices, matrix_totals, arithmetic))
-    return bound
+    on_cpu = all(t.device.type == "cpu" for t in parameters.values())
+    return _with_dense(bound) if on_cpu and totals is not None and arithmetic.precision != "bf16" else bound
+
+
+def _with_dense(bound: list[Bound]) -> list[Bound]:
+    """Linear layers that learn, and the ReLUs after them, taken together as far as they follow one another."""
+    joined: list[Bound] = []
+    stack: list[Linear] = []
+    for part in bound:
+        if part.matrices and part.matrix_totals:
+            if not stack:
+                joined.append(part)
+            stack.append(Linear(part.matrices, part.matrix_totals, rectified=False))
+        elif stack and is_relu(part.layer.module):
+            stack[-1] = stack[-1]._replace(rectified=True)
+            continue
+        else:
+            stack = []
+            joined.append(part)
+            continue
+        joined[-1] = joined[-1]._replace(dense=dense(stack))
+    return joined
 
 
 def forward(bound: list[Bound], x: Tensor, keys: Tensor | None) -> tuple[Tensor, list[Pull]]:
@@ -65,6 +88,8 @@ def forward(bound: list[Bound], x: Tensor, keys: Tensor | None) -> tuple[Tensor,
 
 def _layer(part: Bound, x: Tensor, keys: Tensor | None) -> tuple[Tensor, Pull]:
     module = part.layer.module
+    if part.dense:
+        return part.dense(x)
     if part.matrices:
         return linear(x, part.matrices, part.matrix_totals, part.arithmetic)
     if is_relu(module):

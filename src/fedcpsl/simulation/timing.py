@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from fedcpsl import settings
 from fedcpsl.algorithm import Device, map_tensors
@@ -14,16 +13,16 @@ from fedcpsl.schedule import DeviceRound, draw_tasks
 from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.setup import Setup
 from fedcpsl.simulation.slots import Ask, ground_of
-from fedcpsl.simulation.workers import shared_rounds
+from fedcpsl.simulation.workers import one_thread, shared_rounds
 
-LONG = 2e12  # operations of all local steps from which on a run is worth timing: some ten seconds
+LONG = 20.0  # seconds of all local steps on one core, about, from which on a run is worth timing
 BUDGET = 2.0  # seconds after which no other layout is tried
 FIRST, SECOND = 0.06, 0.15  # seconds of steps: of every layout, then of the best ones
 FINALISTS, TURNS = 3, 2
 CLEARLY = 1.15  # times as fast as the first candidate, to be taken instead: timings are never quite the same
 SLOTS = (1, 2, 4)  # side by side, beside all
 MANY = 8  # devices that a trial has, if a round has as many
-ONE_STEP = 1e10  # operations of one step of a trial's devices, from which on it has no more than those
+ONE_STEP = 0.15  # seconds of one step of a trial's devices, from which on it has no more than those
 
 
 class Layout(NamedTuple):
@@ -44,7 +43,7 @@ Speed = Callable[[Setup, Layout, float], float]  # device-steps per second, meas
 def fastest(setup: Setup, run: settings.Run) -> Setup:
     """The setup as it is, or in the fastest layout, where that is left to us and the run is worth the search."""
     candidates = candidates_for(setup, run)
-    if len(candidates) < 2 or operations(setup) < LONG:
+    if len(candidates) < 2 or seconds_on_one_core(setup) < LONG:
         return setup
     best = quickest(setup, candidates, device_steps_per_second)
     if best.executor == "vectorised" and not best.slots:
@@ -73,21 +72,26 @@ def candidates_for(setup: Setup, run: settings.Run) -> list[Layout]:
     return list(dict.fromkeys(found))
 
 
-def operations(setup: Setup) -> float:
+def seconds_on_one_core(setup: Setup) -> float:
     """Of all local steps, about."""
     some = _plan(setup, min(setup.work.active, 10), None)
     steps = sum(task.steps for task in some) / max(1, len(some))
     devices = setup.rounds * setup.work.active + setup.personal_rounds * setup.devices
-    return operations_of_step(setup) * steps * devices
+    return seconds_of_step(setup) * steps * devices
 
 
-def operations_of_step(setup: Setup) -> float:
-    """Of one device: three passes (there and, twice as long, back) of every model over a minibatch."""
-    example = setup.shelf.inputs.take(setup.shelf.source[:1])
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        setup.method.network.module(example)
+def seconds_of_step(setup: Setup) -> float:
+    """Of one device on one core: three passes (there and, twice as long, back) of every model over a minibatch."""
+    network, inputs = setup.method.network, setup.shelf.inputs
+    x = inputs.take(setup.shelf.source[:1].expand(sum(setup.batch_widths)))
     models = 2 if setup.kept_method.parts.personal and not setup.method.parts.alone else 1
-    return 3.0 * counter.get_total_flops() * models * sum(setup.batch_widths)
+    passes = []
+    with one_thread(), torch.no_grad():
+        for _ in range(3):  # the first one warms up
+            began = time.perf_counter()
+            network.log_probabilities(network.initial, x)
+            passes.append(time.perf_counter() - began)
+    return 3 * min(passes) * models
 
 
 def quickest(setup: Setup, candidates: Sequence[Layout], speed: Speed) -> Layout:
@@ -121,7 +125,7 @@ def device_steps_per_second(setup: Setup, layout: Layout, seconds: float) -> flo
     """Measured with the devices of one round and the processes themselves, on states that are thrown away."""
     before = setup.method.network.batched
     trial = laid_out(setup, layout)
-    count = min(setup.work.active, max(MANY, int(ONE_STEP / operations_of_step(setup))))
+    count = min(setup.work.active, max(MANY, int(ONE_STEP / seconds_of_step(setup))))
     broadcast = setup.algorithm.broadcast(setup.algorithm.init_server(setup.method))
     kept = setup.algorithm.init_device(setup.kept_method, broadcast)
     devices: Device = map_tensors(lambda t: t.expand(count, -1).clone(), kept)

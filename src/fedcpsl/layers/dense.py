@@ -1,0 +1,144 @@
+"""Linear layers one after another on a CPU, with the ReLUs among them: one layer to the others.
+
+A step of a small network is so short that Python and the making of views would be a good part of it. Here they are made
+once for all steps of a device's round: every matmul knows where it reads and writes. Where the models of a slot share
+their inputs, one matmul gives the outputs of all, which then lie side by side in a row, and nothing is copied.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedcpsl.layers.linear import Matrices, Totals
+from fedcpsl.layers.walk import Pull
+
+LARGE = 1 << 13  # outputs of a slot's first layer from which on more matmuls cost less than a copy of the inputs
+
+back_through_relu = torch.ops.aten.threshold_backward.grad_input
+
+Dense = Callable[[Tensor], tuple[Tensor, Pull]]
+
+
+class Linear(NamedTuple):
+    """A linear layer, and whether a ReLU comes after it."""
+
+    matrices: Matrices
+    totals: Totals
+    rectified: bool
+
+
+class Piece(NamedTuple):
+    """One matmul of a layer, forwards and twice backwards: of all slots, or of one."""
+
+    bias: Tensor | None
+    rows: Tensor | None  # [batch, rows, in]: what the layer before wrote; None: given
+    weight: Tensor  # [batch, out, in]
+    transposed: Tensor
+    y: Tensor  # [batch, rows, out]
+    slope: Tensor  # the gradient of y
+    slope_transposed: Tensor
+    back: Tensor | None  # the gradient of rows; None: of what was given
+    total: Tensor  # [batch, out, in]
+
+
+class Room(NamedTuple):
+    """A layer's matmuls and what they work on: [slots * models, rows, out], or [slots, rows, models * out]."""
+
+    pieces: Sequence[Piece]
+    y: Tensor
+    slope: Tensor
+    bias_total: Tensor | None
+    rectified: bool
+
+
+def dense(layers: Sequence[Linear]) -> Dense:
+    """From x [slots, models or 1, ..., in] to outputs, good until it is asked again, and what takes gradients back."""
+    (slots, models, out), width = layers[-1].matrices.shape, layers[0].matrices.together_transposed.shape[2]
+
+    @lru_cache(maxsize=1)
+    def rooms_for(rows: int, together: bool) -> tuple[list[Room], Tensor, Tensor]:
+        rooms = _rooms(layers, rows, together)
+        return rooms, _in_order(rooms[-1].y, models, out), _in_order(rooms[-1].slope, models, out)
+
+    def forward(x: Tensor) -> tuple[Tensor, Pull]:
+        shared, between = x.shape[1] < models, x.shape[2:-1]
+        together = shared and (slots == 1 or len(layers) == 1 or between.numel() * width >= LARGE)
+        wide = x.expand(-1, models, *x.shape[2:]) if shared and not together else x
+        given = wide.reshape(slots if together else slots * models, -1, x.shape[-1])
+        rooms, y, slope = rooms_for(given.shape[1], together)
+        for room in rooms:
+            for piece in room.pieces:
+                rows = given if piece.rows is None else piece.rows
+                if piece.bias is None:
+                    torch.bmm(rows, piece.transposed, out=piece.y)
+                else:
+                    torch.baddbmm(piece.bias, rows, piece.transposed, out=piece.y)
+            if room.rectified:
+                room.y.relu_()
+
+        def pull(gradient: Tensor, to_x: bool) -> Tensor | None:
+            slope.copy_(gradient.reshape(slope.shape))
+            x_gradient = None
+            for room in reversed(rooms):
+                if room.rectified:
+                    back_through_relu(room.slope, room.y, 0, grad_input=room.slope)
+                for piece in room.pieces:
+                    if piece.back is not None:
+                        torch.bmm(piece.slope, piece.weight, out=piece.back)
+                    elif to_x:
+                        x_gradient = torch.bmm(piece.slope, piece.weight).view(wide.shape)
+                    piece.total.baddbmm_(piece.slope_transposed, given if piece.rows is None else piece.rows)
+                if room.bias_total is not None:
+                    room.bias_total.add_(room.slope.sum(1, keepdim=True))
+            return x_gradient.sum(1, keepdim=True) if x_gradient is not None and wide is not x else x_gradient
+
+        return y if len(between) == 1 else y.unflatten(2, between), pull
+
+    return forward
+
+
+def _rooms(layers: Sequence[Linear], rows: int, together: bool) -> list[Room]:
+    rooms: list[Room] = []
+    with torch.inference_mode(False):  # what is written to in every mode
+        for layer in layers:
+            rooms.append(_room(layer, rows, together and not rooms, rooms[-1] if rooms else None))
+    return rooms
+
+
+def _room(layer: Linear, rows: int, together: bool, before: Room | None) -> Room:
+    """`together`: the models of a slot are one matrix."""
+    (slots, models, out), matrices, totals = layer.matrices.shape, layer.matrices, layer.totals
+    if together:
+        batch, width = slots, models * out
+        weight, transposed, total = matrices.together_transposed.mT, matrices.together_transposed, totals.together
+    else:
+        batch, width = slots * models, out
+        weight, transposed, total = matrices.each, matrices.each_transposed, totals.each
+    bias = None if matrices.bias is None else matrices.bias.reshape(batch, 1, width)
+    bias_total = None if totals.bias is None else totals.bias.view(batch, 1, width)
+    y, slope = weight.new_empty(batch, rows, width), weight.new_empty(batch, rows, width)
+    own = (weight, transposed, y, slope, slope.mT, total, *([] if bias is None else [bias]))
+    if before is None or len(before.y) == batch:
+        ends = (None, None) if before is None else (before.y, before.slope)
+        pieces = [_piece(own, *ends)]
+    else:
+        inputs = weight.shape[2]
+        by_slot = zip(*(t.unflatten(0, (slots, models)).unbind() for t in own), strict=True)
+        ends_by_slot = zip(*(_in_order(t, models, inputs).unbind() for t in (before.y, before.slope)), strict=True)
+        pieces = [_piece(some, *ends) for some, ends in zip(by_slot, ends_by_slot, strict=True)]
+    return Room(pieces, y, slope, bias_total, layer.rectified)
+
+
+def _piece(own: Sequence[Tensor], rows: Tensor | None, back: Tensor | None) -> Piece:
+    weight, transposed, y, slope, slope_transposed, total, *bias = own
+    return Piece(bias[0] if bias else None, rows, weight, transposed, y, slope, slope_transposed, back, total)
+
+
+def _in_order(t: Tensor, models: int, width: int) -> Tensor:
+    """Rows of either kind as [slots, models, rows, width], a view."""
+    if t.shape[2] == width:
+        return t.unflatten(0, (-1, models))
+    return t.unflatten(2, (models, width)).transpose(1, 2)
