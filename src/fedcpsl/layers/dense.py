@@ -7,7 +7,7 @@ their inputs, one matmul gives the outputs of all, which then lie side by side i
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -120,21 +120,23 @@ def _room(layer: Linear, rows: int, together: bool, before: Room | None) -> Room
     bias = None if matrices.bias is None else matrices.bias.reshape(batch, 1, width)
     bias_total = None if totals.bias is None else totals.bias.view(batch, 1, width)
     y, slope = weight.new_empty(batch, rows, width), weight.new_empty(batch, rows, width)
-    own = (weight, transposed, y, slope, slope.mT, total, *([] if bias is None else [bias]))
-    if before is None or len(before.y) == batch:
-        ends = (None, None) if before is None else (before.y, before.slope)
-        pieces = [_piece(own, *ends)]
-    else:
-        inputs = weight.shape[2]
-        by_slot = zip(*(t.unflatten(0, (slots, models)).unbind() for t in own), strict=True)
-        ends_by_slot = zip(*(_in_order(t, models, inputs).unbind() for t in (before.y, before.slope)), strict=True)
-        pieces = [_piece(some, *ends) for some, ends in zip(by_slot, ends_by_slot, strict=True)]
+    all_slots = Piece(bias, None, weight, transposed, y, slope, slope.mT, None, total)
+    if before is None:
+        pieces = [all_slots]
+    elif len(before.y) == batch:
+        pieces = [all_slots._replace(rows=before.y, back=before.slope)]
+    else:  # what lies side by side in the rows before is no batch of matrices but within a slot
+        ends = (_in_order(t, models, weight.shape[2]).unbind() for t in (before.y, before.slope))
+        pieces = [
+            _of_slot(all_slots, slot, models)._replace(rows=rows_before, back=back)
+            for slot, (rows_before, back) in enumerate(zip(*ends, strict=True))
+        ]
     return Room(pieces, y, slope, bias_total, layer.rectified)
 
 
-def _piece(own: Sequence[Tensor], rows: Tensor | None, back: Tensor | None) -> Piece:
-    weight, transposed, y, slope, slope_transposed, total, *bias = own
-    return Piece(bias[0] if bias else None, rows, weight, transposed, y, slope, slope_transposed, back, total)
+def _of_slot(piece: Piece, slot: int, models: int) -> Piece:
+    own: list[Any] = [t if t is None else t.unflatten(0, (-1, models))[slot] for t in piece]
+    return Piece(*own)
 
 
 def _in_order(t: Tensor, models: int, width: int) -> Tensor:
