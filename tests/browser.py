@@ -79,7 +79,9 @@ class Browser:
         end = time.monotonic() + seconds
         while b"\0" not in self._buffer:
             assert select.select([self._in], [], [], max(0, end - time.monotonic()))[0], "Chromium says nothing"
-            self._buffer += os.read(self._in, 1 << 20)
+            piece = os.read(self._in, 1 << 20)
+            assert piece, "Chromium is gone"
+            self._buffer += piece
         raw, _, self._buffer = self._buffer.partition(b"\0")
         message = json.loads(raw)
         self._note(message)
@@ -112,7 +114,7 @@ class Browser:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def wait_for(self, expression, seconds=20.0):
+    def wait_for(self, expression, seconds=120.0):
         end = time.monotonic() + seconds
         while not self.value(expression):
             assert time.monotonic() < end, f"never true: {expression}"

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+PATIENCE_S = 240  # for what may take long on a machine that is busy, and must come
 QUICK = ["--rounds", "3", "--devices", "4", "--active", "2", "--set", "model.hidden=[8]"]
 
 
@@ -18,7 +19,7 @@ def fedcpsl(*arguments, cwd, **options):
         env=options.pop("env", environment()),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
         **options,
     )
 

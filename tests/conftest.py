@@ -1,16 +1,26 @@
 """One thread (a suite of tiny models runs many times faster so) and small federations to test with."""
 
+import os
+import signal
 import sys
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from torch import nn
 
 from fedcpsl.data.federation import Federation
 from fedcpsl.data.roles import LABELLED, TEST, UNLABELLED
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # with nohup or in the background; processes would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if "CI" not in os.environ:  # there Hypothesis has a profile of its own, without a deadline too
+    settings.register_profile("unhurried", deadline=None)
+    settings.load_profile("unhurried")
 needs_fork = pytest.mark.skipif(
     sys.platform != "linux" or torch.cuda.is_available(), reason="processes are forked on Linux, and not beside a GPU"
 )

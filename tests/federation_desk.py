@@ -131,7 +131,7 @@ class Desk:
         for process in self.processes.values():
             process.send_signal(signal.SIGTERM)
         for process in self.processes.values():
-            process.wait(30)
+            process.wait(120)
 
     # what is on disk
 

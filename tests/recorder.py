@@ -20,6 +20,9 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 
 WAIT_S = 120
+CUT_OFF = tuple(  # what a device may be saying just when the server ends
+    f"POST /v1/fleet/{what} ".encode() for what in ("pull-messages", "send-node-heartbeat", "deactivate-node")
+)
 
 
 class Request(NamedTuple):
@@ -45,9 +48,12 @@ class Recorder:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.wires: list[Wire] = []
+        self._closed = threading.Event()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def close(self) -> None:
+        self._closed.set()
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits for a connection
         self._listener.close()
 
     @property
@@ -80,7 +86,8 @@ class Recorder:
     def _pass_on(self, plain: socket.socket) -> None:
         host, _, port = self._server.partition(":")
         with contextlib.suppress(OSError), contextlib.ExitStack() as open_:
-            reached = _connect(host, int(port))
+            open_.enter_context(plain)
+            reached = open_.enter_context(self._connect(host, int(port)))
             plain.settimeout(WAIT_S)
             device = open_.enter_context(self._secured.wrap_socket(plain, server_side=True))
             trusting = ssl.create_default_context(cafile=self._ca)
@@ -89,17 +96,15 @@ class Recorder:
             self.wires.append(wire)
             _exchange(device, server, wire)
 
-
-def _connect(host: str, port: int) -> socket.socket:
-    """A connection to the server, once it is up."""
-    end = time.monotonic() + WAIT_S
-    while True:
-        try:
-            return socket.create_connection((host, port), timeout=WAIT_S)
-        except ConnectionRefusedError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.1)
+    def _connect(self, host: str, port: int) -> socket.socket:
+        """A connection to the server, once it is up."""
+        end = time.monotonic() + WAIT_S
+        while True:
+            try:
+                return socket.create_connection((host, port), timeout=WAIT_S)
+            except ConnectionRefusedError:
+                if time.monotonic() > end or self._closed.wait(0.1):
+                    raise
 
 
 def _exchange(device: ssl.SSLSocket, server: ssl.SSLSocket, wire: Wire) -> None:
@@ -121,18 +126,22 @@ def _exchange(device: ssl.SSLSocket, server: ssl.SSLSocket, wire: Wire) -> None:
 
 
 def requests_in(sent: bytes) -> list[Request]:
-    """The HTTP requests that a connection carried, to its last byte."""
+    """The HTTP requests that a connection carried, to its last byte; one that asks for something may be cut off."""
     found = []
     while sent:
         head, divider, sent = sent.partition(b"\r\n\r\n")
-        assert divider, head
+        if not divider:
+            assert head.startswith(CUT_OFF), head
+            break
         first, *lines = head.decode("ascii").split("\r\n")
         method, path, version = first.split(" ")
         assert (method, version) == ("POST", "HTTP/1.1"), first
         headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
         assert len(headers) == len(lines)
         length = int(headers["content-length"])  # Flower knows its bodies beforehand: none is sent in chunks of HTTP
-        assert len(sent) >= length
+        if len(sent) < length:
+            assert head.startswith(CUT_OFF), head
+            break
         found.append(Request(path, headers, sent[:length]))
         sent = sent[length:]
     return found
@@ -182,5 +191,6 @@ def messages_in(requests: list[Request], known: dict[str, bytes]):
         message = inflate_object_from_contents(object_id, known | pushed, keep_object_contents=True)
         used |= {each: object_.deflate() for each, object_ in get_all_nested_objects(message).items()}
         messages.append(message)
+    messages.sort(key=lambda message: message.metadata.created_at)  # they came over several connections
     assert {name: used.get(name) for name in pushed} == pushed  # byte for byte
     return messages

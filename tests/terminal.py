@@ -9,7 +9,9 @@ import subprocess
 import termios
 import time
 
-from .command import environment
+import matplotlib
+
+from .command import PATIENCE_S, environment
 
 
 class Terminal:
@@ -18,7 +20,8 @@ class Terminal:
     def __init__(self, *command, cwd, columns=100, env=()):
         self.screen, other = pty.openpty()
         fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-        surroundings = environment() | {"TERM": "xterm", "COLUMNS": str(columns), "HOME": str(cwd)} | dict(env)
+        surroundings = environment() | {"TERM": "xterm", "COLUMNS": str(columns), "HOME": str(cwd)}
+        surroundings |= {"MPLCONFIGDIR": matplotlib.get_cachedir()} | dict(env)  # its fonts are listed there already
         self.process = subprocess.Popen(
             list(map(str, command)), cwd=cwd, env=surroundings, stdin=other, stdout=other, stderr=other, close_fds=True
         )
@@ -27,7 +30,7 @@ class Terminal:
     def type(self, text):
         os.write(self.screen, text.encode())
 
-    def read_until(self, done, seconds=240.0):
+    def read_until(self, done, seconds=PATIENCE_S):
         """What is printed until the text so far is enough, or the program ends."""
         text, end = "", time.monotonic() + seconds
         while not done(text) and time.monotonic() < end:
@@ -49,6 +52,6 @@ def seen_in_terminal(*command, cwd, columns=100, env=()):
     terminal = Terminal(*command, cwd=cwd, columns=columns, env=env)
     try:
         text = terminal.read_until(lambda _: False)
-        return text.replace("\r\n", "\n"), terminal.process.wait(timeout=60)
+        return text.replace("\r\n", "\n"), terminal.process.wait(timeout=PATIENCE_S)
     finally:
         terminal.close()

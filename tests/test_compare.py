@@ -12,7 +12,7 @@ from fedcpsl.config import Config
 from fedcpsl.errors import InputError
 from fedcpsl.runs.comparison import compare_plan, full_name, interval, sweep_plan
 
-from .command import fedcpsl, spawn
+from .command import PATIENCE_S, fedcpsl, spawn
 
 QUICK = ["--rounds", "3", "--devices", "4", "--active", "2", "--set", "model.hidden=[8]"]
 
@@ -66,7 +66,7 @@ def test_killed_and_resumed_it_ends_the_same(tmp_path):
     straight = fedcpsl("compare", *options, "--out", "a", cwd=tmp_path)
     assert straight.returncode == 0, straight.stderr
     process = spawn("compare", *options, "--out", "b", cwd=tmp_path)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not (tmp_path / "b" / "runs" / "apfl-seed0" / "metrics.jsonl").exists():
         assert process.poll() is None
         assert time.monotonic() < deadline
@@ -88,7 +88,7 @@ def test_asked_to_stop_it_says_how_to_go_on(tmp_path):
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert "fedcpsl compare --resume c" in errors
 

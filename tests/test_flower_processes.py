@@ -30,7 +30,7 @@ def python(script):
     return [sys.executable, "-c", script]
 
 
-def wait_for(condition, seconds=15):
+def wait_for(condition, seconds=120):
     end = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < end, "waited in vain"
@@ -38,7 +38,7 @@ def wait_for(condition, seconds=15):
     return found
 
 
-def tend_until(programs, condition, seconds=30):
+def tend_until(programs, condition, seconds=120):
     happened = []
     wait_for(lambda: (happened.extend(programs.tend()), condition())[1], seconds)
     return happened
@@ -87,7 +87,7 @@ def test_a_program_that_will_not_stop_is_killed(tmp_path):
     wait_for(lambda: is_up(tmp_path / "stubborn.log"))
     began = time.monotonic()
     programs.stop(grace=0.5)
-    assert 0.5 <= time.monotonic() - began < 5
+    assert 0.5 <= time.monotonic() - began < 60
     assert [alive(pid) for pid in pids] == [[], []]
 
 
@@ -139,7 +139,7 @@ def test_nothing_is_left_when_the_supervisor_is_interrupted(tmp_path, number):
         wait_for(lambda: is_up(tmp_path / "family.log"))
         assert len(alive(pid)) == 2
         process.send_signal(number)
-        assert process.wait(20) == {signal.SIGTERM: 143, signal.SIGHUP: 129}.get(number, -number)
+        assert process.wait(120) == {signal.SIGTERM: 143, signal.SIGHUP: 129}.get(number, -number)
     wait_for(lambda: alive(pid) == [])
 
 
@@ -177,9 +177,14 @@ def test_a_program_that_vanishes_is_tried_again(tmp_path, monkeypatch):
 @needs_proc
 def test_a_long_log_is_put_aside(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "LOG_BYTES", 1000)
-    script = (
-        "import sys, time; print('x' * 2000, flush=True); time.sleep(1); print('later', flush=True); time.sleep(300)"
-    )
+    script = """
+import os, time
+print("x" * 2000, flush=True)
+while os.fstat(1).st_size:
+    time.sleep(0.05)
+print("later", flush=True)
+time.sleep(300)
+"""
     with Supervisor(os.environ, tmp_path) as programs:
         programs.start("wordy", python(script))
         log = tmp_path / "wordy.log"

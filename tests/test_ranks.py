@@ -146,7 +146,7 @@ def test_stopped_then_bereft_of_a_rank_it_ends_bit_identical(uninterrupted, tmp_
     began = time.monotonic()
     code, _, errors = ended(job)
     assert code != 0
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     (line,) = complaints(errors)
     assert line.startswith("fedcpsl: rank 1 is gone")
     assert line.endswith("go on with: torchrun --nproc-per-node 2 -m fedcpsl run --resume a")

@@ -15,7 +15,7 @@ from fedcpsl.errors import RunError
 from fedcpsl.runs import experiment
 from fedcpsl.runs.checkpoint import drop_checkpoints
 
-from .command import environment, fedcpsl, spawn
+from .command import PATIENCE_S, environment, fedcpsl, spawn
 
 RUN = ["run", "--rounds", "40", "--devices", "5", "--active", "3", "--loss-rate", ".2", "--set", "model.hidden=[30]"]
 RUN += ["--set", "work.unit=hlu", "--set", "run.checkpoint_seconds=0", "--set", "run.processes=2"]
@@ -28,7 +28,7 @@ def metrics(folder):
 
 def wait_for_rounds(folder, rounds, process):
     path = folder / "metrics.jsonl"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not (path.exists() and path.read_text().count("\n") > rounds):
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
@@ -81,7 +81,7 @@ def test_asked_to_stop_it_ends_the_round_and_says_how_to_go_on(number, tmp_path,
     process = spawn(*RUN, "--set", "run.checkpoint_seconds=1000", "--out", "a", cwd=tmp_path)
     wait_for_rounds(tmp_path / "a", 5, process)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert "fedcpsl run --resume a" in errors
     assert "Traceback" not in errors
@@ -103,7 +103,7 @@ def stopped(tmp_path):
     process = spawn(*RUN, "--out", "a", cwd=tmp_path)
     wait_for_rounds(tmp_path / "a", 6, process)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE_S)
     return tmp_path / "a"
 
 
@@ -173,10 +173,10 @@ def test_changed_data_is_noticed(tmp_path):
     rng = np.random.default_rng(0)
     data = {"x": rng.normal(size=(80, 4)), "y": rng.integers(0, 2, 80), "device": np.arange(80) % 4}
     np.savez(tmp_path / "mine.npz", **data)
-    process = spawn("run", "--data", "mine.npz", "--rounds", "500", "--out", "a", cwd=tmp_path)
+    process = spawn("run", "--data", "mine.npz", "--rounds", "5000", "--out", "a", cwd=tmp_path)
     wait_for_rounds(tmp_path / "a", 1, process)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE_S)
     data["x"][0, 0] += 1
     np.savez(tmp_path / "mine.npz", **data)
     done = fedcpsl("run", "--resume", "a", cwd=tmp_path)
@@ -185,7 +185,7 @@ def test_changed_data_is_noticed(tmp_path):
 
 
 def test_two_processes_cannot_work_on_one_run(tmp_path):
-    process = spawn(*RUN, "--rounds", "500", "--out", "a", cwd=tmp_path)
+    process = spawn(*RUN, "--rounds", "5000", "--out", "a", cwd=tmp_path)
     try:
         wait_for_rounds(tmp_path / "a", 1, process)
         done = fedcpsl("run", "--resume", "a", cwd=tmp_path)

@@ -75,7 +75,7 @@ def test_a_shell_completes_what_is_typed(shell, folder):
         assert "ready> " in terminal.read_until(lambda text: "ready> " in text)
         for line, expected in ASKED:
             terminal.type(f"fedcpsl {line}\t")
-            seen = terminal.read_until(lambda text, words=expected: all(word in text for word in words), 10)
+            seen = terminal.read_until(lambda text, words=expected: all(word in text for word in words), 60)
             assert all(word in seen for word in expected), (line, seen)
             terminal.type("\x15")  # away with the line
             time.sleep(0.1)

@@ -23,7 +23,7 @@ from fedcpsl.runs.study import (
     with_more,
 )
 
-from .command import fedcpsl, spawn
+from .command import PATIENCE_S, fedcpsl, spawn
 
 BASE = """
 [data]
@@ -127,7 +127,7 @@ def test_killed_and_asked_again_it_ends_the_same(desk):
     straight = fedcpsl("paper", "pair.toml", "--out", "a", cwd=desk)
     assert straight.returncode == 0, straight.stderr
     process = spawn("paper", "pair.toml", "--out", "b", cwd=desk)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not list((desk / "b").glob("digits/runs/*/checkpoints/*")):
         assert process.poll() is None
         assert time.monotonic() < deadline

@@ -15,7 +15,7 @@ from fedcpsl.cli import run_command
 from fedcpsl.report.live import teller, version_of
 
 from .browser import CHROMIUM, MISSING, Browser
-from .command import QUICK, spawn
+from .command import PATIENCE_S, QUICK, spawn
 from .terminal import Terminal
 
 ONE = [*QUICK, "--set", "run.processes=1", "--set", "run.executor=sequential"]
@@ -47,12 +47,12 @@ class Watching:
         self.address = lines[1].split()[1]
 
     def get(self, path=""):
-        with urllib.request.urlopen(self.address + path, timeout=20) as answer:
+        with urllib.request.urlopen(self.address + path, timeout=PATIENCE_S) as answer:
             return answer.status, answer.read().decode()
 
     def end(self, number=signal.SIGINT):
         self.process.send_signal(number)
-        out, err = self.process.communicate(timeout=20)
+        out, err = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode, out, err
 
 
@@ -155,7 +155,7 @@ def test_devices_trained_alone_meanwhile_reach_the_page(run, tmp_path):
 def test_a_real_run_is_watched(tmp_path, watching):
     running = spawn("run", *ONE, "--rounds", "100000", "--out", "a", cwd=tmp_path)
     try:
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE_S
         while not (tmp_path / "a" / "metrics.jsonl").exists():
             assert time.monotonic() < end
             time.sleep(0.1)
@@ -169,7 +169,7 @@ def test_a_real_run_is_watched(tmp_path, watching):
         assert running.poll() is None  # the run did not notice
     finally:
         running.send_signal(signal.SIGINT)
-        assert running.wait(timeout=60) == 130
+        assert running.wait(timeout=PATIENCE_S) == 130
         running.communicate()
 
 
@@ -186,7 +186,7 @@ def test_the_terminal_tells_how_it_goes_and_knows_no_colour(tmp_path):
         sys.executable, "-m", "fedcpsl", "run", *ONE, "--out", "a", cwd=tmp_path, env={"NO_COLOR": "1"}.items()
     )
     text = terminal.read_until(lambda text: "report   " in text)
-    terminal.process.wait(timeout=30)
+    terminal.process.wait(timeout=PATIENCE_S)
     assert "worst tenth" in text
     assert "uplink" in text
     assert not any(f"\x1b[{code}m" in text for code in (*range(30, 38), *range(90, 98)))
