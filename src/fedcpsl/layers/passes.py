@@ -58,22 +58,18 @@ def bind(
 
 def _with_dense(bound: list[Bound]) -> list[Bound]:
     """Linear layers that learn, and the ReLUs after them, taken together as far as they follow one another."""
-    joined: list[Bound] = []
-    stack: list[Linear] = []
+    stacks: list[tuple[Bound, list[Linear]]] = []  # a layer, and what it begins if it is linear
     for part in bound:
-        if part.matrices and part.matrix_totals:
-            if not stack:
-                joined.append(part)
-            stack.append(Linear(part.matrices, part.matrix_totals, rectified=False))
-        elif stack and is_relu(part.layer.module):
+        stack = stacks[-1][1] if stacks else []
+        if stack and is_relu(part.layer.module):
             stack[-1] = stack[-1]._replace(rectified=True)
-            continue
+        elif part.matrices and part.matrix_totals:
+            if not stack:
+                stacks.append((part, stack := []))
+            stack.append(Linear(part.matrices, part.matrix_totals, rectified=False))
         else:
-            stack = []
-            joined.append(part)
-            continue
-        joined[-1] = joined[-1]._replace(dense=dense(stack))
-    return joined
+            stacks.append((part, []))
+    return [part._replace(dense=dense(stack)) if stack else part for part, stack in stacks]
 
 
 def forward(bound: list[Bound], x: Tensor, keys: Tensor | None) -> tuple[Tensor, list[Pull]]:
