@@ -23,6 +23,7 @@ ORDER = [
     ["vectors", "runs"],
     ["export"],
     ["federation"],
+    ["deployment"],
     ["flower"],
     ["report"],
     ["cli"],

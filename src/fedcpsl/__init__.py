@@ -6,7 +6,7 @@ Names are imported when they are first used, so that `import fedcpsl` and the co
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "Federation": "fedcpsl.data.federation",

@@ -1,10 +1,16 @@
 """fedcpsl federation: real processes on this machine, and the app for Flower."""
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
 from fedcpsl.errors import InputError
+
+UNPROTECTED = (
+    "fedcpsl: whoever reaches a Flower SuperLink or SuperNode can run code there: keep them on loopback, on a machine "
+    "without other accounts"
+)
 
 
 def add(commands: Any) -> None:
@@ -16,7 +22,7 @@ def add(commands: Any) -> None:
         "demo",
         help="a server and five devices as real processes",
         description="Start a server and devices as real processes on loopback, with TLS and keys, train on the digits "
-        "and print every device's accuracy. Takes a few minutes: Flower needs seconds for each message.",
+        "and print every device's accuracy.",
         allow_abbrev=False,
     )
     demo.add_argument("--devices", type=int, default=5, help="[5]")
@@ -26,7 +32,8 @@ def add(commands: Any) -> None:
     app = kinds.add_parser(
         "app",
         help="print where the Flower app is",
-        description="Print the folder of the Flower app, for `flwr run` on a SuperLink that you run yourself.",
+        description="Print the folder of the Flower app, for `flwr run` on a SuperLink that you run yourself on this "
+        "machine. Flower runs whatever app it is sent, so keep it on loopback; `fedcpsl serve` is the protected way.",
         allow_abbrev=False,
     )
     app.set_defaults(command=_app)
@@ -36,6 +43,7 @@ def _app(parsed: argparse.Namespace) -> int:  # noqa: ARG001
     from fedcpsl.flower import APP
 
     print(APP)
+    print(UNPROTECTED, file=sys.stderr)
     return 0
 
 
@@ -43,7 +51,7 @@ def _demo(parsed: argparse.Namespace) -> int:
     if not 2 <= parsed.devices <= 50 or parsed.rounds < 1:
         raise InputError("--devices, --rounds: give 2 to 50 devices and at least 1 round")
     from fedcpsl.cli.serve import say_status
-    from fedcpsl.flower.demo import prepare_demo, run_demo
+    from fedcpsl.deployment.demo import prepare_demo, run_demo
     from fedcpsl.report.federation import print_status
 
     names = prepare_demo(parsed.folder, parsed.devices, parsed.rounds)

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,7 @@ EXPLAINED = """What leaves this device, and nothing else:
                  and how many steps it took
   {accuracy}
   where it cannot take part, one line that says why
-Around it, Flower's envelope: the public half of its key and signatures with it, numbers of runs and messages, times
-(how long the work took among them), Flower's version. Without keys, its name too.
+Around it, in every request: its name, the time, the SHA-256 of what it sends, and a signature of these with its key.
 What never leaves it: samples, labels, pseudo-labels, its localized model, its control variate.
 What it receives: the global model, the global control variate, the job's settings."""
 
@@ -84,11 +84,12 @@ def _join(parsed: argparse.Namespace) -> int:
     if not parsed.data.exists():
         raise InputError(f"{parsed.data}: no such file")
     from fedcpsl.config import Data
+    from fedcpsl.deployment.conditions import Conditions
+    from fedcpsl.deployment.device_process import DeviceConfig, Handler
+    from fedcpsl.deployment.join import join
     from fedcpsl.federation.protection import Protection, check_protection
-    from fedcpsl.flower.conditions import Conditions
-    from fedcpsl.flower.joining import answer_at, join
-    from fedcpsl.flower.member import Owner
 
+    os.umask(0o077)
     logging.basicConfig(level=logging.INFO, format="fedcpsl: %(message)s")
     data = Data(
         dataset="own",
@@ -105,9 +106,11 @@ def _join(parsed: argparse.Namespace) -> int:
     if parsed.most_load < 0:
         raise InputError(f"--most-load {parsed.most_load:g}: give a number of at least 0")
     conditions = Conditions(not parsed.not_on_battery, parsed.most_load)
-    owner = Owner(parsed.name, data, folder, budget, protection, parsed.share_accuracy, conditions)
+    owner = DeviceConfig(parsed.name, data, folder, budget, protection, parsed.share_accuracy, conditions)
     if parsed.socket:
-        answer_at(parsed.socket, owner)
+        from fedcpsl.flower.local_socket import answer_at
+
+        answer_at(parsed.socket, Handler(owner).answer)
     key = None if keys is None else key_of(keys, parsed.name)
     join(parsed.server, owner, None if keys is None else keys / "ca.crt", key, _say)
     return 0

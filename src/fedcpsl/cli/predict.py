@@ -100,9 +100,9 @@ def _predictor(parsed: argparse.Namespace) -> Any:
 
 
 def _of_a_federation(folder: Path) -> Any:
+    from fedcpsl.deployment.device_process import inputs_for, job_of, predictor
     from fedcpsl.export.about import About, Predictor, shared_config
     from fedcpsl.federation.device import predict
-    from fedcpsl.flower.member import inputs_for, job_of, predictor
 
     participant = predictor(folder)
     job = job_of(participant)

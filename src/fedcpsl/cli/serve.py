@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -15,8 +16,8 @@ def add(commands: Any) -> None:
     serve = commands.add_parser(
         "serve",
         help="serve a federation of real devices",
-        description="Serve a job to devices that join with `fedcpsl join`: Flower's programs are started, kept up and "
-        "logged, and the job goes on from its last round after any kill. Needs `pip install 'fedcpsl[flower]'`.",
+        description="Serve a job to devices that join with `fedcpsl join`, over TLS, to those whose public keys are "
+        "here. After any kill the same command goes on from the last round. Needs `pip install 'fedcpsl[federation]'`.",
         allow_abbrev=False,
     )
     serve.add_argument("job", type=Path, metavar="JOB.toml", help="a run's settings, and [federation]")
@@ -26,10 +27,10 @@ def add(commands: Any) -> None:
     serve.add_argument("--host", default="127.0.0.1", help="where to listen [127.0.0.1]")
     serve.add_argument("--port", type=int, default=8443, help="[8443]")
     serve.add_argument(
-        "--status-host",
-        default="127.0.0.1",
-        metavar="HOST",
-        help="where to answer `fedcpsl status`, on the port after --port [127.0.0.1]",
+        "--back-to",
+        type=int,
+        metavar="ROUND",
+        help="go back to the state after that round first; the last five are kept",
     )
     serve.set_defaults(command=_serve)
     status = commands.add_parser(
@@ -58,11 +59,11 @@ def secured(keys: Path | None, *, insecure: bool) -> Path | None:
 
 def _serve(parsed: argparse.Namespace) -> int:
     keys = secured(parsed.keys, insecure=parsed.insecure)
-    from fedcpsl.flower.serving import Place, serve_job
+    from fedcpsl.deployment.serve import Place, serve_job
 
-    logging.basicConfig(level=logging.WARNING, format="fedcpsl: %(message)s")
-    place = Place(parsed.folder, keys, parsed.host, parsed.port, parsed.status_host)
-    serve_job(parsed.job, place, _say, say_status)
+    logging.basicConfig(level=logging.ERROR, format="fedcpsl: %(message)s")
+    os.umask(0o077)
+    serve_job(parsed.job, Place(parsed.folder, keys, parsed.host, parsed.port), _say, say_status, parsed.back_to)
     _print(_read(parsed.folder))
     return 0
 
@@ -79,6 +80,9 @@ def say_status(status: Mapping[str, Any]) -> None:
     mean = f", mean accuracy {100 * sum(known) / len(known):.1f} % of {len(known)} devices" if known else ""
     for problem in [d["problem"] for d in status["devices"] if d["problem"]] + list(status["strangers"].values()):
         _say(problem)
+    for event in status["events"]:
+        if event["time"] >= status["updated"] - 1:
+            _say(event["text"])
     done = "all rounds are done" if status["over"] else f"round {status['round']} of {status['rounds']}"
     private = status["privacy"]
     spent = f", epsilon {private['epsilon']:.2f} at delta {private['delta']:g}" if private else ""
@@ -86,14 +90,14 @@ def say_status(status: Mapping[str, Any]) -> None:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    from fedcpsl.flower.status import read_status
+    from fedcpsl.deployment.status import read_status
 
     return read_status(folder)
 
 
 def _ask(server: str, keys: Path | None, name: str) -> dict[str, Any]:
-    from fedcpsl.flower.status import DEVICE, OPERATOR
-    from fedcpsl.flower.status_client import ask_status
+    from fedcpsl.deployment.status import DEVICE, OPERATOR
+    from fedcpsl.deployment.status_client import ask_status
 
     if keys is None:
         return ask_status(server, None, None, "")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedcpsl.algorithm import Broadcast, Device, Upload, map_tensors
 from fedcpsl.errors import InputError, RunError
-from fedcpsl.federation.device_store import Kept, Pending, load_kept, opened, save_kept, settle
+from fedcpsl.federation.device_store import Kept, Pending, load_kept, opened, restarted, save_kept, settle
 from fedcpsl.federation.holdings import Holdings
 from fedcpsl.federation.local_round import Clock, first_labels, log_predictions, train
 from fedcpsl.federation.messages import (
@@ -57,13 +57,14 @@ def answer(participant: Participant, order: Order, clock: Clock = time.monotonic
         kept = load_kept(participant.folder)
         if kept is not None:
             _check_state(participant, kept, order)
+            kept = kept if order.epoch == kept.epoch else restarted(kept, order.epoch)
         if order.kind == HELLO:
             return _greet(participant, kept, order)
         if kept is None:
             kept = _newcomer(participant, order)
         if kept.last is not None and order.turn <= kept.last:
             return _again(kept, order)
-        kept = settle(kept, order.counted)._replace(theta=order.theta)
+        kept = settle(participant.terms, kept, order.counted, order.factor)._replace(theta=order.theta)
         if order.kind == TRAIN:
             kept, said = _train(participant, kept._replace(last=order.turn), order, clock)
         else:
@@ -88,8 +89,6 @@ def _train(participant: Participant, kept: Kept, order: Order, clock: Clock) -> 
     warming = kept.active_rounds < terms.warm_up
     device, nu, upload = train(terms, holdings, before, kept.nu.to(terms.where), order, budget, clock, warming=warming)
     sent = Upload(protect(upload.delta, participant.protection), upload.steps)
-    broadcast = Broadcast(order.theta.to(terms.where), order.c.to(terms.where))
-    c_if_counted = terms.algorithm.commit(terms.method, terms.hyper, broadcast, device, sent).c
     kept = kept._replace(
         committed=map_tensors(Tensor.cpu, device),
         nu=nu.cpu(),
@@ -103,7 +102,7 @@ def _train(participant: Participant, kept: Kept, order: Order, clock: Clock) -> 
         delta=sent.delta.cpu(),
         accuracy=_accuracy(participant, kept),
     )
-    return kept._replace(pending=Pending(c_if_counted.cpu(), said)), said
+    return kept._replace(pending=Pending(said, order.c)), said
 
 
 def _check_state(participant: Participant, kept: Kept, order: Order) -> None:
@@ -124,9 +123,10 @@ def _check_state(participant: Participant, kept: Kept, order: Order) -> None:
 def _greet(participant: Participant, kept: Kept | None, order: Order) -> Answer:
     """Tell the sizes, once; theta_lc starts at the theta that comes with the question."""
     if kept is None:
-        save_kept(participant.folder, _newcomer(participant, order))
+        kept = _newcomer(participant, order)
     elif kept.counted is not None:
         raise RunError("the server has forgotten that it counted this device: it was put back to an older copy")
+    save_kept(participant.folder, kept)
     holdings = participant.holdings
     return Answer(order.run, order.turn, HELLO, labelled=holdings.labelled, unlabelled=holdings.unlabelled)
 
@@ -152,6 +152,7 @@ def _newcomer(participant: Participant, order: Order) -> Kept:
         theta=order.theta,
         nu=first_labels(terms, holdings).cpu(),
         active_rounds=0,
+        epoch=order.epoch,
     )
 
 
@@ -176,9 +177,9 @@ def _log_predictions(participant: Participant, kept: Kept, x: Tensor) -> Tensor:
     return log_predictions(participant.terms, kept.theta.to(where), kept.committed.theta_lc.to(where), x)
 
 
-def refusal(message: Message, reason: str) -> Message:
-    """A no to whatever was asked, as far as it can be told."""
+def refusal(message: Message, reason: str, *, later: bool = False) -> Message:
+    """A no to whatever was asked, as far as it can be told; `later`: only for now."""
     header = message.header
     run, round, attempt = header.get("run", ""), header.get("round", 0), header.get("attempt", 0)
     turn = Turn(round if isinstance(round, int) else 0, attempt if isinstance(attempt, int) else 0)
-    return answer_message(Answer(run if isinstance(run, str) else "", turn, REFUSAL, reason=reason))
+    return answer_message(Answer(run if isinstance(run, str) else "", turn, REFUSAL, reason=reason, later=later))

@@ -41,8 +41,8 @@ def holdings_of(setup: Setup, device: int = 0) -> Holdings:
 
 def draw_task(terms: Terms, holdings: Holdings, seed: int, round: int, device: int, steps: int) -> DeviceRound:
     """A device's part of a round, from the streams that the simulator would draw it from."""
-    sizes = Sizes(np.zeros(device + 1, np.int64), np.zeros(device + 1, np.int64))
-    sizes.labelled[device], sizes.unlabelled[device] = holdings.labelled, holdings.unlabelled
+    own = holdings.labelled, holdings.unlabelled
+    sizes = Sizes(*(np.broadcast_to(np.int64(count), device + 1) for count in own))  # no memory for other devices
     work = terms.work._replace(unit="steps", amount=steps, loss_rate=0.0)
     method = terms.method
     (task,) = draw_tasks(

@@ -12,10 +12,13 @@ from torch import Tensor
 from fedcpsl.errors import RunError
 from fedcpsl.federation.terms import Terms, digest
 
-PROTOCOL = 1
+PROTOCOL = 2
 HELLO, TRAIN, END, REFUSAL = "hello", "train", "end", "refusal"
 LONGEST_REASON = 300
 LARGEST_COUNT = 1 << 53
+LARGEST_INDEX = 1 << 31  # of rounds, attempts and devices, which random streams are keyed by
+LARGEST_SEED = 1 << 63
+LARGEST_DRAW = 50_000_000  # samples that a device may be asked to draw in a round: their indices are held in memory
 NEVER = -1
 COMMON: Mapping[str, type] = {"protocol": int, "run": str, "round": int, "attempt": int, "kind": str}
 OF_ORDER: Mapping[str, type] = {
@@ -25,6 +28,8 @@ OF_ORDER: Mapping[str, type] = {
     "seed": int,
     "counted_round": int,
     "counted_attempt": int,
+    "counted_factor": float,
+    "epoch": int,
     "steps": int,
     "budget": float,
 }
@@ -32,14 +37,14 @@ OF_ANSWER: Mapping[str, Mapping[str, type]] = {
     HELLO: {**COMMON, "labelled": int, "unlabelled": int},
     TRAIN: {**COMMON, "steps": int},
     END: COMMON,
-    REFUSAL: {**COMMON, "reason": str},
+    REFUSAL: {**COMMON, "reason": str, "later": bool},
 }
 
 
 class Message(NamedTuple):
     """What a transport carries."""
 
-    header: dict[str, int | float | str]
+    header: dict[str, bool | int | float | str]
     tensors: dict[str, Tensor]
 
 
@@ -47,6 +52,7 @@ class Lost(NamedTuple):
     """What a transport says of an answer that will not come."""
 
     reason: str
+    fault: bool = False  # whether the device did what it must not
 
 
 class Transport(Protocol):
@@ -85,6 +91,8 @@ class Order(NamedTuple):
     counted: Turn | None  # the last one that the server counted this device's update in
     steps: int  # most to take
     budget: float  # seconds; 0: no limit
+    factor: float = 1.0  # by which the server multiplied the update that it counted last
+    epoch: int = 0  # rises when the server starts c and every c_i at 0 again
 
 
 class Answer(NamedTuple):
@@ -99,12 +107,13 @@ class Answer(NamedTuple):
     unlabelled: int = 0
     accuracy: float | None = None  # given only where the device's owner shares it
     reason: str = ""
+    later: bool = False  # whether a refusal is for now only
 
 
 def order_message(order: Order) -> Message:
     """An order as a transport carries it."""
     counted = order.counted or Turn(NEVER, NEVER)
-    header: dict[str, int | float | str] = {
+    header: dict[str, bool | int | float | str] = {
         "protocol": PROTOCOL,
         "run": order.run,
         "round": order.turn.round,
@@ -115,6 +124,8 @@ def order_message(order: Order) -> Message:
         "seed": order.seed,
         "counted_round": counted.round,
         "counted_attempt": counted.attempt,
+        "counted_factor": order.factor,
+        "epoch": order.epoch,
         "steps": order.steps,
         "budget": order.budget,
     }
@@ -147,8 +158,9 @@ def read_order(message: Message, terms: Terms) -> Order:
             f"the server's settings are not this device's (their digests are {header['settings']} and {agreed}): "
             "the algorithm, its numbers, the batch sizes, the model or the dtype differ; join with the server's"
         )
-    if kind == TRAIN and (header["steps"] < 1 or header["device"] < 0 or not header["budget"] >= 0):
-        raise RunError(f"{who} asks for {header['steps']} steps in {header['budget']} s of device {header['device']}")
+    _check_numbers(header, who)
+    if kind == TRAIN:
+        _check_work(header, terms, who)
     with_c = kind == TRAIN and terms.method.parts.control_variates
     _check_tensors(message.tensors, ("theta", "c") if with_c else ("theta",), terms, who)
     theta = message.tensors["theta"]
@@ -165,11 +177,37 @@ def read_order(message: Message, terms: Terms) -> Order:
         counted=None if counted.round < 0 else counted,
         steps=header["steps"],
         budget=header["budget"],
+        factor=header["counted_factor"],
+        epoch=header["epoch"],
     )
 
 
-def read_answer(message: Message, name: str, order: Order, terms: Terms, largest_norm: float = 0.0) -> Answer:
-    """The answer of the device `name` to an order; `largest_norm` bounds its update, 0: not."""
+def _check_numbers(header: Mapping[str, Any], who: str) -> None:
+    """Refuse numbers that no server of ours sends and that random streams or arrays cannot take."""
+    for name, low, high in (
+        ("device", NEVER, LARGEST_INDEX),
+        ("round", 0, LARGEST_INDEX),
+        ("attempt", 0, LARGEST_INDEX),
+        ("seed", 0, LARGEST_SEED),
+        ("epoch", 0, LARGEST_COUNT),
+        ("counted_factor", 0, 1),
+    ):
+        if not low <= header[name] <= high:
+            raise RunError(f"{who} has {name} = {header[name]}: it must be from {low} to {high}")
+
+
+def _check_work(header: Mapping[str, Any], terms: Terms, who: str) -> None:
+    """Refuse work that cannot be done, or more than fits into a device's memory."""
+    steps, budget, device = header["steps"], header["budget"], header["device"]
+    if steps < 1 or device < 0 or not 0 <= budget < float("inf"):
+        raise RunError(f"{who} asks for {steps} steps in {budget} s of device {device}")
+    drawn = steps * (terms.work.batch_labelled + terms.work.batch_unlabelled)
+    if drawn > LARGEST_DRAW:
+        raise RunError(f"{who} asks for {steps} steps, {drawn} samples in one round: at most {LARGEST_DRAW} are drawn")
+
+
+def read_answer(message: Message, name: str, order: Order, terms: Terms) -> Answer:
+    """The answer of the device `name` to an order: what was asked for, or a refusal; RunError where it is neither."""
     who, header = f"the answer of device {name!r}", dict[str, Any](message.header)
     accuracy = header.pop("accuracy", None)
     kind = header.get("kind")
@@ -180,7 +218,7 @@ def read_answer(message: Message, name: str, order: Order, terms: Terms, largest
     if turn != order.turn:
         raise RunError(f"{who} is to {turn}, which is over: it came too late")
     if kind == REFUSAL:
-        raise RunError(f"device {name!r} refused: {_short(header['reason'])}")
+        return Answer(order.run, turn, REFUSAL, reason=_short(header["reason"]), later=header["later"])
     if kind != order.kind:
         raise RunError(f"{who} is of the kind {_short(kind)} where {order.kind!r} was asked for")
     if accuracy is not None and not (kind != HELLO and isinstance(accuracy, float) and 0 <= accuracy <= 1):
@@ -192,9 +230,15 @@ def read_answer(message: Message, name: str, order: Order, terms: Terms, largest
         raise RunError(f"{who} has {sizes[0]} labelled and {sizes[1]} unlabelled samples: it needs some")
     _check_tensors(message.tensors, ("delta",) if kind == TRAIN else (), terms, who)
     delta = message.tensors.get("delta")
-    if delta is not None and largest_norm and not delta.norm() <= largest_norm:
-        raise RunError(f"{who} has an update of norm {delta.norm():.3g} where at most {largest_norm:g} is allowed")
     return Answer(order.run, turn, kind, header.get("steps", 0), delta, *sizes, accuracy)
+
+
+def is_late(message: Message, order: Order) -> bool:
+    """Whether an answer is to an earlier order of the run: honest, and of no use."""
+    round, attempt = message.header.get("round"), message.header.get("attempt")
+    if not isinstance(round, int) or not isinstance(attempt, int):
+        return False
+    return message.header.get("run") == order.run and (round, attempt) < order.turn
 
 
 def _check_header(header: Mapping[str, Any], expected: Mapping[str, type], who: str) -> None:

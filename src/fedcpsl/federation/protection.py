@@ -1,6 +1,7 @@
 """What is done to an update before it leaves the device."""
 
 import secrets
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -18,8 +19,8 @@ class Protection(NamedTuple):
 
 def check_protection(protection: Protection) -> None:
     """Refuse what protects nobody."""
-    if min(protection) < 0:
-        raise InputError(f"clip = {protection.clip:g}, noise = {protection.noise:g}: give numbers of at least 0")
+    if not all(0 <= number < inf for number in protection):
+        raise InputError(f"clip = {protection.clip:g}, noise = {protection.noise:g}: give finite numbers of at least 0")
     if protection.noise and not protection.clip:
         raise InputError(f"noise = {protection.noise:g}: is in units of the largest norm; give clip too")
 

@@ -5,7 +5,7 @@ devices are sent is on disk before they are sent it, and what was counted before
 that is killed says the same again, and devices that have answered already say the same again.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import ceil
 from pathlib import Path
 from typing import NamedTuple
@@ -14,27 +14,30 @@ from uuid import uuid4
 import numpy as np
 import torch
 
-from fedcpsl.algorithm import Sum, Upload, map_tensors
+from fedcpsl.algorithm import Sum, map_tensors
 from fedcpsl.errors import InputError, RunError
-from fedcpsl.federation.messages import (
-    END,
-    HELLO,
-    NEVER,
-    TRAIN,
-    Answer,
-    Lost,
-    Message,
-    Order,
-    Transport,
-    Turn,
-    order_message,
-    read_answer,
+from fedcpsl.federation.device_store import scaled
+from fedcpsl.federation.exchange import Replies, ask, make_order
+from fedcpsl.federation.messages import END, HELLO, NEVER, TRAIN, Answer, Order, Transport, Turn
+from fedcpsl.federation.robustness import (
+    BY_COORDINATE,
+    Judgement,
+    Limits,
+    check_limits,
+    judge,
+    robust_sum,
+    too_many_samples,
+    upload_of,
 )
-from fedcpsl.federation.server_store import Member, Serving, load_serving, save_serving
+from fedcpsl.federation.server_store import Member, Serving, load_serving, restart_control_variates, save_serving
 from fedcpsl.federation.terms import Terms, digest
-from fedcpsl.runs.files import make_folder
+from fedcpsl.runs.files import make_private_folder
 from fedcpsl.runs.folder import locked
 from fedcpsl.schedule import draw_active, draw_steps
+
+OFFENCES = 3  # in a row, after which a device is not asked for a while
+EXCLUDED = 10  # rounds
+Names = Callable[[], Iterable[str]]
 
 
 class Rules(NamedTuple):
@@ -47,23 +50,30 @@ class Rules(NamedTuple):
     quorum: int = 1  # good answers that a round needs; 0: a round that nobody answered goes by too
     over_sampling: float = 1.0  # devices asked for each one wanted
     budget: float = 0.0  # seconds of work that devices are asked for; 0: no limit
-    largest_norm: float = 0.0  # of an update; 0: any
+    attempts: int = 10  # at a round to which updates come of which too few can be counted
+    limits: Limits = Limits()
 
 
-def serve(terms: Terms, rules: Rules, folder: Path, transport: Transport) -> Iterator[Serving]:
+def serve(
+    terms: Terms, rules: Rules, folder: Path, transport: Transport, to_forget: Names = tuple
+) -> Iterator[Serving]:
     """Yield the state at the start, after every turn, and at last when the devices were told that it is over.
 
     What is in `folder` is gone on with. Until `rules.least` devices have joined, turns do nothing but greet them. A
     round whose quorum was not met is yielded too: its number stays, its attempt rises, and nothing was counted. The
-    caller may wait before it asks for the next turn.
+    caller may wait before it asks for the next turn. Devices that `to_forget` names lose their weight.
     """
     _check_rules(terms, rules)
-    make_folder(folder)
+    make_private_folder(folder)
     with locked(folder):
         state = load_serving(folder, digest(terms), terms.method.network.initial) or _begin(terms, folder)
+        state = state._replace(failures=0)  # who starts it again wants it tried again
         yield state
         while state.round < rules.rounds:
-            state = _one_turn(terms, rules, state, transport)
+            remembered = forget(state, to_forget())
+            if remembered.epoch != state.epoch:
+                save_serving(folder, remembered)
+            state = _one_turn(terms, rules, remembered, transport)
             save_serving(folder, state)
             yield state
         yield _end(terms, rules, state, transport)
@@ -71,10 +81,12 @@ def serve(terms: Terms, rules: Rules, folder: Path, transport: Transport) -> Ite
 
 def draw_orders(terms: Terms, rules: Rules, state: Serving) -> dict[str, Order]:
     """Whom this turn asks, and for what: the simulator's draw. A repeated round asks others."""
-    roster, parts = np.arange(len(state.roster)), terms.method.parts
+    parts = terms.method.parts
+    everybody = [i for i, m in enumerate(state.roster) if not m.forgotten]
+    roster = [i for i in everybody if state.roster[i].excluded_until <= state.round] or everybody
     wanted = ceil(terms.work.active * rules.over_sampling)
-    starting_elsewhere = np.roll(roster, state.turn.attempt)
-    chosen = roster.tolist() if parts.everyone else draw_active(rules.seed, state.round, starting_elsewhere, wanted)
+    starting_elsewhere = np.roll(np.array(roster, np.int64), state.turn.attempt)
+    chosen = roster if parts.everyone else draw_active(rules.seed, state.round, starting_elsewhere, wanted)
     sizes, orders = state.sizes, {}
     for device in chosen:
         steps = draw_steps(rules.seed, state.round, device, sizes, terms.work, parts.unlabelled)
@@ -83,27 +95,50 @@ def draw_orders(terms: Terms, rules: Rules, state: Serving) -> dict[str, Order]:
     return orders
 
 
-def count(terms: Terms, state: Serving, answers: Mapping[str, Answer]) -> Serving:
-    """The state after a round in which these updates were counted, in the order of the roster."""
+def count(
+    terms: Terms, state: Serving, answers: Mapping[str, Answer], factors: Mapping[str, float], limits: Limits
+) -> Serving:
+    """The state after a round in which these updates were counted, each times its factor, in the roster's order."""
     algorithm, method, server = terms.algorithm, terms.method, state.server
-    total: Sum | None = None
-    samples = state.samples
+    contributions, samples, by_coordinate = [], state.samples, limits.aggregation in BY_COORDINATE
     for member in state.roster:
-        if member.name in answers:
-            upload = _upload(answers[member.name], terms)
-            weight = torch.tensor(member.samples / samples, dtype=terms.dtype, device=terms.where)
-            added = algorithm.contribution(method, terms.hyper, upload, weight)
-            total = added if total is None else map_tensors(torch.add, total, added)
-    if total is not None:
-        server = algorithm.apply(method, server, total, len(state.roster))
-    if not all(t.isfinite().all() for t in server):
-        raise RunError(f"the global model is no longer finite after round {state.round}; use a smaller algorithm.eta")
+        if member.name in factors:
+            upload = upload_of(answers[member.name], terms)
+            upload = upload._replace(delta=scaled(upload.delta, factors[member.name]))
+            share = 1 / state.members if by_coordinate else member.samples / samples
+            weight = torch.tensor(share, dtype=terms.dtype, device=terms.where)
+            contributions.append(algorithm.contribution(method, terms.hyper, upload, weight))
+    if contributions:
+        total = robust_sum(limits, contributions) if by_coordinate else _sum(contributions)
+        server = algorithm.apply(method, server, total, state.members)
     return state._replace(
         server=server,
-        roster=tuple(m._replace(counted=state.turn) if m.name in answers else m for m in state.roster),
+        roster=tuple(
+            m._replace(counted=state.turn, factor=factors[m.name]) if m.name in factors else m for m in state.roster
+        ),
         turn=Turn(state.round + 1, 0),
-        counted=tuple(m.name for m in state.roster if m.name in answers),
+        failures=0,
+        counted=tuple(m.name for m in state.roster if m.name in factors),
     )
+
+
+def forget(state: Serving, names: Iterable[str]) -> Serving:
+    """The state without the weight of some devices; c and every c_i start at 0 again, so that c stays their mean."""
+    gone = {m.name for m in state.roster if not m.forgotten} & set(names)
+    if not gone:
+        return state._replace(events=())
+    if len(gone) == state.members:
+        raise RunError(f"{', '.join(sorted(gone))}: no other device has a weight; begin a federation in another folder")
+    roster = tuple(m._replace(forgotten=m.forgotten or m.name in gone) for m in state.roster)
+    said = f"forgotten: {', '.join(sorted(gone))}; control variates start at 0 again"
+    return restart_control_variates(state._replace(roster=roster))._replace(events=(said,))
+
+
+def _sum(contributions: Sequence[Sum]) -> Sum:
+    total = contributions[0]
+    for each in contributions[1:]:
+        total = map_tensors(torch.add, total, each)
+    return total
 
 
 def _begin(terms: Terms, folder: Path) -> Serving:
@@ -117,80 +152,111 @@ def _one_turn(terms: Terms, rules: Rules, state: Serving, transport: Transport) 
     asked = draw_orders(terms, rules, state) if state.begun else {}
     strangers = set(transport.present()) - {member.name for member in state.roster}
     greetings = {name: _order(terms, rules, state, HELLO) for name in sorted(strangers)}
-    answers, dropouts = _ask(terms, rules, asked | greetings, transport)
-    updates = {name: a for name, a in answers.items() if a.kind == TRAIN}
+    replies = ask(terms, asked | greetings, transport, rules.deadline)
+    updates = {name: a for name, a in replies.answers.items() if a.kind == TRAIN}
+    judged = judge(terms, rules.limits, state.roster, updates)
     roster = tuple(m._replace(asked=m.asked + (m.name in asked)) for m in state.roster)
-    state = state._replace(roster=roster, counted=(), dropouts=dropouts, accuracy=_shared(answers))
-    if len(updates) < min(rules.quorum, len(asked)):
-        state = state._replace(turn=Turn(state.round, state.turn.attempt + 1))
-    elif state.begun:
-        state = count(terms, state, updates)
-    newcomers = [Member(name, a.labelled, a.unlabelled) for name, a in sorted(answers.items()) if a.kind == HELLO]
+    dropouts = replies.dropouts | judged.refused
+    state = state._replace(roster=roster, counted=(), dropouts=dropouts, accuracy=replies.accuracy)
+    if state.begun:
+        state = _count_or_repeat(terms, rules, state, updates, judged, replies, len(asked))
+    newcomers = [Member(n, a.labelled, a.unlabelled) for n, a in sorted(replies.answers.items()) if a.kind == HELLO]
     return _admit(terms, rules, state, newcomers)
 
 
+def _count_or_repeat(
+    terms: Terms,
+    rules: Rules,
+    state: Serving,
+    updates: Mapping[str, Answer],
+    judged: Judgement,
+    replies: Replies,
+    asked: int,
+) -> Serving:
+    """The state after the round, or before another attempt at it where the quorum was not met."""
+    offenders = (replies.failing & {m.name for m in state.roster}) | set(judged.refused)
+    if len(judged.factors) >= min(rules.quorum, asked):
+        after = count(terms, state, updates, judged.factors, rules.limits)
+        if all(t.isfinite().all() for t in after.server):
+            return _with_offences(after, judged, offenders)
+        largest = max(judged.rates, key=judged.rates.__getitem__)
+        offenders |= {largest}
+        reason = f"the update of device {largest!r}, the largest, made the global model infinite: nobody is counted"
+        state = state._replace(dropouts=state.dropouts | {largest: reason})
+    state = _with_offences(state, judged, offenders)
+    failures = state.failures + bool(offenders)
+    state = state._replace(turn=Turn(state.round, state.turn.attempt + 1), failures=failures)
+    return _capped(rules, state) if offenders else state
+
+
+def _capped(rules: Rules, state: Serving) -> Serving:
+    """No round repeats for ever: everybody begins again without control variates and offences, once.
+
+    Where that does not help, and it is not just a minority that fails, it is an error.
+    """
+    round, why = state.round, "; ".join(state.dropouts.values())
+    if state.failures == rules.attempts:
+        said = f"round {round}: {rules.attempts} attempts failed ({why}); control variates start at 0 again"
+        roster = tuple(m._replace(offences=0, excluded_until=0) for m in state.roster)
+        return restart_control_variates(state._replace(roster=roster, events=(*state.events, said)))
+    if state.failures < 2 * rules.attempts or 2 * sum(m.offences > 0 for m in state.roster) <= state.members:
+        return state
+    raise RunError(
+        f"round {round} was tried {state.failures} times and too few updates could be counted: {why}. Start the server "
+        "again to try on, with --back-to ROUND to go back to an earlier state, or with a smaller algorithm.eta in a "
+        "new folder"
+    )
+
+
+def _with_offences(state: Serving, judged: Judgement, offenders: set[str]) -> Serving:
+    """The roster with everybody's latest rate; who offends time and again is not asked for some rounds."""
+    events, roster = list(state.events), []
+    for member in state.roster:
+        member = member._replace(rate=judged.rates.get(member.name, member.rate))
+        if member.name in offenders:
+            member = member._replace(offences=member.offences + 1)
+            if member.offences >= OFFENCES:
+                until = state.round + EXCLUDED
+                member = member._replace(excluded_until=until, offences=OFFENCES - 1)  # and then has one more chance
+                why = state.dropouts.get(member.name, "")
+                events.append(f"device {member.name!r} is not asked before round {until}: {why}")
+        elif member.name in judged.factors:
+            member = member._replace(offences=0)
+        roster.append(member)
+    return state._replace(roster=tuple(roster), events=tuple(events))
+
+
 def _admit(terms: Terms, rules: Rules, state: Serving, newcomers: Sequence[Member]) -> Serving:
-    """The state with newcomers in the roster. It is for the next turn: what this one was asked with must not change."""
+    """The state with newcomers in the roster. It is for the next turn: what this one was asked with must not change.
+
+    Before the first round all are judged by each other, so that it does not matter who came first.
+    """
     if not newcomers:
         return state
-    after = state._replace(roster=(*state.roster, *newcomers))
+    everybody = (*state.roster, *newcomers)
+    doubtful = newcomers if state.begun else everybody
+    refused = {
+        m.name: reason
+        for m in doubtful
+        if (reason := too_many_samples(rules.limits, m, [other for other in everybody if other is not m]))
+    }
+    roster = tuple(m for m in everybody if m.name not in refused)
+    after = state._replace(roster=roster, dropouts=state.dropouts | refused)
+    if not after.samples:
+        return after
     server = terms.algorithm.admit(terms.method, state.server, state.samples, after.samples)
-    return after._replace(server=server, begun=state.begun or len(after.roster) >= rules.least)
+    return after._replace(server=server, begun=state.begun or len(roster) >= rules.least)
 
 
 def _end(terms: Terms, rules: Rules, state: Serving, transport: Transport) -> Serving:
     """Send everybody the last theta, and what was counted last."""
-    orders = {m.name: _order(terms, rules, state, END, i) for i, m in enumerate(state.roster)}
-    answers, dropouts = _ask(terms, rules, orders, transport)
-    return state._replace(counted=(), dropouts=dropouts, accuracy=_shared(answers), over=True)
-
-
-def _shared(answers: Mapping[str, Answer]) -> dict[str, float]:
-    return {name: a.accuracy for name, a in answers.items() if a.accuracy is not None}
-
-
-def _ask(
-    terms: Terms, rules: Rules, orders: Mapping[str, Order], transport: Transport
-) -> tuple[dict[str, Answer], dict[str, str]]:
-    """The good answers by device, and why the others count as dropouts."""
-    if not orders:
-        return {}, {}
-    answers: dict[str, Answer] = {}
-    problems = {name: f"device {name!r} did not answer within {rules.deadline:g} s" for name in orders}
-    messages = {name: order_message(order) for name, order in orders.items()}
-    replies: Iterable[tuple[str, Message | Lost]] = transport.send(messages, rules.deadline)
-    for name, reply in replies:
-        if name not in orders or name in answers:
-            continue  # a late answer of somebody not asked now, or one that came twice
-        try:
-            if isinstance(reply, Lost):
-                raise RunError(f"device {name!r}: {reply.reason}")
-            answers[name] = read_answer(reply, name, orders[name], terms, rules.largest_norm)
-        except RunError as error:
-            problems[name] = str(error)
-    return answers, {name: reason for name, reason in problems.items() if name not in answers}
+    orders = {m.name: _order(terms, rules, state, END, i) for i, m in enumerate(state.roster) if not m.forgotten}
+    replies = ask(terms, orders, transport, rules.deadline)
+    return state._replace(counted=(), dropouts=replies.dropouts, accuracy=replies.accuracy, events=(), over=True)
 
 
 def _order(terms: Terms, rules: Rules, state: Serving, kind: str, device: int = NEVER, steps: int = 0) -> Order:
-    broadcast = terms.algorithm.broadcast(state.server)
-    return Order(
-        run=state.run,
-        turn=state.turn,
-        kind=kind,
-        settings=state.settings,
-        theta=broadcast.theta.cpu(),
-        c=broadcast.c.cpu() if kind == TRAIN else broadcast.c.cpu()[:0],
-        device=device,
-        seed=rules.seed,
-        counted=None if device < 0 else state.roster[device].counted,
-        steps=steps,
-        budget=rules.budget,
-    )
-
-
-def _upload(answer: Answer, terms: Terms) -> Upload:
-    assert answer.delta is not None
-    return Upload(answer.delta.to(terms.where), torch.tensor(answer.steps, device=terms.where))
+    return make_order(terms, state, kind, rules.seed, rules.budget, device, steps)
 
 
 def _check_rules(terms: Terms, rules: Rules) -> None:
@@ -200,5 +266,8 @@ def _check_rules(terms: Terms, rules: Rules) -> None:
         raise InputError(f"over_sampling = {rules.over_sampling:g}: give at least 1")
     if rules.quorum < 0 or (rules.quorum > asked and not terms.method.parts.everyone):
         raise InputError(f"quorum = {rules.quorum}: {asked} devices are asked in a round; give 0 to {asked}")
-    if rules.least < 1 or rules.deadline <= 0 or rules.rounds < 1:
-        raise InputError("least, rounds and deadline: give at least 1 device, 1 round and more than 0 seconds")
+    if rules.least < 1 or rules.deadline <= 0 or rules.rounds < 1 or rules.attempts < 1:
+        raise InputError("least, rounds, attempts and deadline: give at least 1, and more than 0 seconds")
+    check_limits(rules.limits)
+    if rules.limits.aggregation in BY_COORDINATE and terms.method.parts.control_variates:
+        raise InputError(f"aggregation = {rules.limits.aggregation!r}: works without control variates alone")

@@ -1,5 +1,9 @@
-"""What the server keeps, on its disk before any device hears of it."""
+"""What the server keeps, on its disk before any device hears of it, and its last states to go back to."""
 
+import os
+import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +17,8 @@ from fedcpsl.runs.checkpoint import load_tensors, save_tensors
 from fedcpsl.schedule import Sizes
 
 FILE = "server.safetensors"
+EARLIER = "earlier"  # the folder of states after earlier rounds
+KEPT = 5
 
 
 class Member(NamedTuple):
@@ -23,10 +29,16 @@ class Member(NamedTuple):
     unlabelled: int
     counted: Turn | None = None  # the last turn in which its update was counted
     asked: int = 0  # turns in which it was asked for an update: at most so many has it let go
+    factor: float = 1.0  # by which the update that was counted last was multiplied
+    rate: float | None = None  # ||update|| / (eta Q~) of its latest update
+    offences: int = 0  # updates in a row that were refused
+    excluded_until: int = 0  # the round before which it is not asked
+    forgotten: bool = False  # it has no weight any more, and is not asked
 
     @property
     def samples(self) -> int:
-        return self.labelled + self.unlabelled
+        """What its weight is made of."""
+        return 0 if self.forgotten else self.labelled + self.unlabelled
 
 
 class Serving(NamedTuple):
@@ -38,10 +50,18 @@ class Serving(NamedTuple):
     roster: tuple[Member, ...]  # in the order of joining, which numbers the devices
     turn: Turn
     begun: bool = False  # whether enough devices have joined for the first round
+    epoch: int = 0  # rises when c and every c_i start at 0 again
+    failures: int = 0  # attempts at this round in which updates came and too few could be counted
     counted: tuple[str, ...] = ()  # whose updates the last turn counted
     dropouts: dict[str, str] = {}  # noqa: RUF012 - never changed; who was asked in vain, and why
     accuracy: dict[str, float] = {}  # noqa: RUF012 - of those who share it
+    events: tuple[str, ...] = ()  # what the operator should know of the last turn
     over: bool = False
+
+    @property
+    def members(self) -> int:
+        """N, the devices that have a weight."""
+        return sum(not member.forgotten for member in self.roster)
 
     @property
     def round(self) -> int:
@@ -60,10 +80,13 @@ class Serving(NamedTuple):
 def save_serving(folder: Path, state: Serving) -> None:
     """Write the state, and return once it is on disk.
 
-    There is one file and no older one beside it: devices may have acted on the newest, so nothing else is good.
+    It is the only one to go on from: devices may have acted on it. The states of some earlier rounds are kept beside
+    it for `go_back`.
     """
-    header: dict[str, Any] = {name: getattr(state, name) for name in ("run", "settings", "turn", "begun", "roster")}
-    save_tensors(folder / FILE, {"theta": state.server.theta, "c": state.server.c}, header)
+    names = ("run", "settings", "turn", "begun", "roster", "epoch", "failures")
+    header: dict[str, Any] = {name: getattr(state, name) for name in names}
+    save_tensors(folder / FILE, {"theta": state.server.theta, "c": state.server.c}, header, private=True)
+    _keep(folder, state.round)
 
 
 def load_serving(folder: Path, settings: str, like: Tensor) -> Serving | None:
@@ -71,6 +94,57 @@ def load_serving(folder: Path, settings: str, like: Tensor) -> Serving | None:
     path = folder / FILE
     if not path.exists():
         return None
+    try:
+        return _load(path, settings, like)
+    except RunError as error:
+        rounds = earlier_rounds(folder)
+        if not rounds:
+            raise
+        kept = ", ".join(map(str, rounds))
+        raise RunError(f"{error}; or go back to a state that is kept with --back-to ROUND: {kept}") from error
+
+
+def earlier_rounds(folder: Path) -> list[int]:
+    """The rounds whose states are kept, oldest first."""
+    return sorted(int(path.stem.removeprefix("round-")) for path in (folder / EARLIER).glob("round-*.safetensors"))
+
+
+def go_back(folder: Path, settings: str, like: Tensor, round: int) -> Serving:
+    """The state with theta as it was when `round` began, saved; c and every c_i start at 0 again.
+
+    The roster stays the newest one that can be read. Localized models are the devices' own and stay as they are.
+    """
+    path = _earlier(folder, round)
+    if not path.exists():
+        kept = ", ".join(map(str, earlier_rounds(folder))) or "none"
+        raise InputError(f"--back-to {round}: {folder} has no state of that round; there are: {kept}")
+    old = _load(path, settings, like)
+    try:
+        newest = _load(folder / FILE, settings, like)
+    except RunError:
+        newest = old
+    return save_and_return(
+        folder, restart_control_variates(newest)._replace(server=_without_c(old.server), turn=old.turn, failures=0)
+    )
+
+
+def restart_control_variates(state: Serving) -> Serving:
+    """c and every c_i at 0, in a new epoch: a device hears of it with its next order. No epoch ever comes twice."""
+    roster = tuple(m._replace(counted=None, factor=1.0) for m in state.roster)
+    epoch = max(state.epoch + 1, int(time.time()))
+    return state._replace(server=_without_c(state.server), roster=roster, epoch=epoch)
+
+
+def save_and_return(folder: Path, state: Serving) -> Serving:
+    save_serving(folder, state)
+    return state
+
+
+def _without_c(server: Server) -> Server:
+    return server._replace(c=server.c.new_zeros(server.c.shape))
+
+
+def _load(path: Path, settings: str, like: Tensor) -> Serving:
     tensors, numbers = load_tensors(path)
     header = dict[str, Any](numbers)
     try:
@@ -80,10 +154,31 @@ def load_serving(folder: Path, settings: str, like: Tensor) -> Serving | None:
                 "the settings that it was begun with, or another folder"
             )
         server = Server(tensors["theta"].to(like.device), tensors["c"].to(like.device))
-        roster = tuple(
-            Member(name, labelled, unlabelled, None if counted is None else Turn(*counted), asked)
-            for name, labelled, unlabelled, counted, asked in header["roster"]
-        )
-        return Serving(header["run"], settings, server, roster, Turn(*header["turn"]), header["begun"])
-    except KeyError as error:
+        roster = tuple(_member(*each) for each in header["roster"])
+        turn, begun = Turn(*header["turn"]), header["begun"]
+        epoch, failures = header.get("epoch", 0), header.get("failures", 0)  # version 0.1 had neither
+        return Serving(header["run"], settings, server, roster, turn, begun, epoch, failures)
+    except (KeyError, TypeError) as error:
         raise RunError(f"{path}: not a server's state of this version: {error} is missing") from error
+
+
+def _member(name: str, labelled: int, unlabelled: int, counted: list[int] | None, *rest: Any) -> Member:
+    return Member(name, labelled, unlabelled, None if counted is None else Turn(*counted), *rest)
+
+
+def _earlier(folder: Path, round: int) -> Path:
+    return folder / EARLIER / f"round-{round:07d}.safetensors"
+
+
+def _keep(folder: Path, round: int) -> None:
+    """Have the state that was just written kept as that of its round, and drop the oldest."""
+    path = _earlier(folder, round)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    path.unlink(missing_ok=True)
+    try:
+        os.link(folder / FILE, path)
+    except OSError:  # a file system without links
+        shutil.copyfile(folder / FILE, path)
+    for old in earlier_rounds(folder)[:-KEPT]:
+        with suppress(FileNotFoundError):
+            _earlier(folder, old).unlink()

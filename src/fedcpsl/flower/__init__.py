@@ -1,4 +1,4 @@
-"""FedCPSL on Flower: the same functions on machines that hold their own data."""
+"""FedCPSL as a plain Flower app, for trials on one machine. It has no protection of its own."""
 
 from pathlib import Path
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from flwr.app import Context, Message
 
 from fedcpsl.errors import RunError
-from fedcpsl.flower.frames import Frame, ask, pack, unpack
-from fedcpsl.flower.records import content_of, frame_of
+from fedcpsl.flower.local_socket import ask
+from fedcpsl.flower.records import content_of, message_of
 
 LONGEST = 24 * 3600.0  # seconds; the message's own time to live is what ends it
 
@@ -15,14 +15,14 @@ def answer(message: Message, context: Context) -> Message:
     """The device's answer. Its process says no where it must; only where it cannot be asked is this an error."""
     address = Path(str(context.node_config["socket"]))
     seconds = min(message.metadata.ttl, LONGEST)
-    asked = pack(frame_of(message.content, "the server's message"))
+    asked = message_of(message.content, "the server's message")
     try:
         said = ask(address, asked, seconds)
     except RunError as error:  # its text names a file, and Flower tells the server what is raised here
         raise RunError("the device's own process could not be asked; is `fedcpsl join` up?") from error
-    return Message(content_of(unpack(said, "the device")), reply_to=message)
+    return Message(content_of(said), reply_to=message)
 
 
 def name(message: Message, context: Context) -> Message:
-    """What the device calls itself, for a federation without keys."""
-    return Message(content_of(Frame({"name": str(context.node_config["name"])}, {})), reply_to=message)
+    """What the device calls itself."""
+    return Message(content_of(str(context.node_config["name"]).encode()), reply_to=message)

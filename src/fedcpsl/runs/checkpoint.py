@@ -119,7 +119,12 @@ def _devices(tensors: Mapping[str, Tensor], setup: Setup) -> tuple[Device, Spars
 
 
 def save_tensors(
-    path: Path, tensors: Mapping[str, Tensor | Rows], numbers: dict[str, int], sparse: Sparse | None = None
+    path: Path,
+    tensors: Mapping[str, Tensor | Rows],
+    numbers: dict[str, int],
+    sparse: Sparse | None = None,
+    *,
+    private: bool = False,
 ) -> None:
     """Tensors and a few numbers as one safetensors file, with a checksum; `sparse` where they are of states on disk."""
     release = sparse.release if sparse else lambda: None
@@ -138,7 +143,7 @@ def save_tensors(
         for name in names:
             yield from _pieces(tensors[name])
 
-    write_whole(path, _released(content(), release))
+    write_whole(path, _released(content(), release), private=private)
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, int]]:

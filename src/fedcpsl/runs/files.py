@@ -11,16 +11,17 @@ from typing import Any
 from fedcpsl.errors import RunError
 
 
-def write_whole(path: Path, content: bytes | str | Iterable[Any]) -> None:
+def write_whole(path: Path, content: bytes | str | Iterable[Any], *, private: bool = False) -> None:
     """Replace `path` in one step: after a crash it holds the old content or the new, never a part.
 
-    The content may come in pieces of bytes, so that no more than a piece is in memory.
+    The content may come in pieces of bytes, so that no more than a piece is in memory. What is private can be read by
+    its owner alone, also while it is written.
     """
     raw = content.encode() if isinstance(content, str) else content
     pieces: Iterable[Any] = [raw] if isinstance(raw, bytes) else raw
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with partial.open("wb") as file:
+        with open(partial, "wb", opener=_open_private if private else None) as file:
             file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
@@ -30,6 +31,12 @@ def write_whole(path: Path, content: bytes | str | Iterable[Any]) -> None:
         with suppress(OSError):
             partial.unlink()
         raise RunError(f"{path}: cannot be written: {error.strerror}; what was there before is intact") from error
+
+
+def _open_private(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags, 0o600)
+    os.fchmod(descriptor, 0o600)  # a file that a crash left there may be open to others
+    return descriptor
 
 
 def append_line(path: Path, line: str) -> None:
@@ -58,6 +65,19 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for each in missing:
             _sync_folder(each.parent)
+    except OSError as error:
+        raise RunError(f"{folder}: cannot be made: {error.strerror}; give a folder that can be written to") from error
+
+
+def make_private_folder(folder: Path) -> None:
+    """Make a folder that its owner alone can enter; one that is there already is closed to others."""
+    make_folder(folder.parent)
+    try:
+        if not folder.exists():
+            folder.mkdir(mode=0o700, exist_ok=True)
+            _sync_folder(folder.parent)
+        if os.name == "posix" and folder.stat().st_mode & 0o077:
+            folder.chmod(0o700)
     except OSError as error:
         raise RunError(f"{folder}: cannot be made: {error.strerror}; give a folder that can be written to") from error
 

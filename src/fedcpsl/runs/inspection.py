@@ -25,7 +25,8 @@ from fedcpsl.simulation.store import free_bytes
 
 EXTRAS = {
     "tables": "CSV and Parquet files, pandas and polars frames",
-    "flower": "federations on real devices: keys, serve, join",
+    "federation": "federations on real devices: keys, serve, join",
+    "flower": "the plain Flower app",
     "onnx": "models as ONNX files",
     "privacy": "the epsilon of noised updates",
 }
@@ -33,12 +34,11 @@ NOT_FOR_USERS = ("dev", "docs")
 PROGRAMS = {
     "git": "the commit in a run's manifest, where fedcpsl is run from a clone",
     "torchrun": "several GPUs or machines",
-    "flower-superlink": "fedcpsl serve",
-    "flower-supernode": "fedcpsl join",
+    "flower-superlink": "the plain Flower app",
     "nginx": "a proxy before a federation's server",
 }
 COMPILER = "kernels for the GPU"
-OF_EXTRAS = {"flower-superlink": "flower", "flower-supernode": "flower"}
+OF_EXTRAS = {"flower-superlink": "flower"}
 
 
 class Part(NamedTuple):
@@ -146,7 +146,7 @@ def able(machine: Mapping[str, Any], extras: list[Part]) -> dict[str, str]:
         "simulations": f"yes, on {' and '.join([*gpus, processor])}",
         "your own arrays and images": "yes",
         "your own tables": _yes(there.get("tables", False), "tables"),
-        "federations on real devices": _yes(there.get("flower", False), "flower"),
+        "federations on real devices": _yes(there.get("federation", False), "federation"),
         "noised updates with an epsilon": _yes(there.get("privacy", False), "privacy"),
     }
 

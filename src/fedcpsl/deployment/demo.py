@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from fedcpsl.deployment.addresses import free_port
+from fedcpsl.deployment.status import read_status
 from fedcpsl.errors import InputError, RunError
-from fedcpsl.flower.processes import free_port
-from fedcpsl.flower.status import read_status
 from fedcpsl.runs.files import make_folder, write_whole
 
 JOB = """# What the devices of this federation do together.
@@ -42,13 +42,7 @@ def prepare_demo(folder: Path, devices: int, rounds: int) -> list[str]:
         raise InputError(f"{folder}: exists already; give another --folder, or remove it")
     from sklearn.datasets import load_digits
 
-    from fedcpsl.flower.keys import (
-        make_authority,
-        make_device_key,
-        make_operator_key,
-        make_secret,
-        make_server_certificate,
-    )
+    from fedcpsl.deployment.keys import make_authority, make_device_key, make_operator_key, make_server_certificate
 
     make_folder(folder)
     names = [f"phone-{i}" for i in range(devices)]
@@ -58,7 +52,6 @@ def prepare_demo(folder: Path, devices: int, rounds: int) -> list[str]:
     make_folder(keys)
     make_authority(keys)
     make_server_certificate(keys, ["127.0.0.1"])
-    make_secret(keys)
     make_operator_key(keys)
     x, y = load_digits(return_X_y=True)
     rng = np.random.default_rng(0)

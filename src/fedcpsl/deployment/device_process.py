@@ -1,7 +1,7 @@
-"""A device's own process: it holds samples, model and state, and answers while Flower's processes come and go."""
+"""What a device's process does with orders: it holds samples, model and state, and answers. No order ends it."""
 
 import logging
-import socket
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,25 +16,25 @@ from fedcpsl.config import Data
 from fedcpsl.data.federation import federate
 from fedcpsl.data.roles import Shares
 from fedcpsl.data.sources import load_source
+from fedcpsl.deployment.conditions import Conditions, reason_to_decline
+from fedcpsl.deployment.job import Job, fitted, message_bytes, read_job, setup_for, stand_in, terms_for
+from fedcpsl.deployment.wire import About, Packet, pack, unpack
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation.device import Participant, refusal, respond
 from fedcpsl.federation.holdings import holdings_of
 from fedcpsl.federation.messages import TRAIN, Message
 from fedcpsl.federation.privacy import strictest
 from fedcpsl.federation.protection import Protection
-from fedcpsl.flower.conditions import Conditions, reluctance
-from fedcpsl.flower.frames import Frame, pack, receive, send, unpack
-from fedcpsl.flower.job import Job, fitted, read_job, setup_for, stand_in, terms_for
-from fedcpsl.flower.tensors import frame_from, message_from
-from fedcpsl.runs.files import make_folder, write_whole
+from fedcpsl.runs.files import make_private_folder, write_whole
 from fedcpsl.simulation.shelf import normalise
 
 LOG = logging.getLogger("fedcpsl")
 UNFIT = "its data does not fit the job, or its folder cannot be used; its own log says why"
-PATIENCE = 60.0  # seconds for a process of this machine to say what it wants
+SERVER = "the server's message"
+Clock = Callable[[], float]
 
 
-class Owner(NamedTuple):
+class DeviceConfig(NamedTuple):
     """What a device's owner decided."""
 
     name: str
@@ -46,7 +46,7 @@ class Owner(NamedTuple):
     conditions: Conditions = Conditions()
 
 
-def participant_for(owner: Owner, job: Job, run: str) -> Participant:
+def participant_for(owner: DeviceConfig, job: Job, run: str) -> Participant:
     """The device as a run's participant; InputError where its data does not fit the job."""
     path = Path(owner.data.file)
     source = fitted(load_source(owner.data), job, path)
@@ -57,9 +57,10 @@ def participant_for(owner: Owner, job: Job, run: str) -> Participant:
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     setup = setup_for(job, federation)
-    folder = owner.folder / "".join(c for c in run if c.isalnum())[:64]
-    make_folder(folder)
-    write_whole(folder / "job.toml", job.text)  # so that its model can be used without the server
+    make_private_folder(owner.folder)
+    folder = owner.folder / run
+    make_private_folder(folder)
+    write_whole(folder / "job.toml", job.text, private=True)  # so that its model can be used without the server
     protection = strictest(owner.protection, job.protection)
     terms, holdings = terms_for(job, setup), holdings_of(setup)
     return Participant(terms, holdings, folder, owner.budget, protection, owner.share_accuracy)
@@ -91,53 +92,64 @@ def job_of(participant: Participant) -> Job:
     return read_job(path.read_text(encoding="utf-8"), str(path))
 
 
-class Desk:
-    """Answers frames; the last job's participant stays ready between them."""
+class Handler:
+    """Answers messages; the last job's participant stays ready between them."""
 
-    def __init__(self, owner: Owner, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, owner: DeviceConfig, clock: Clock = time.monotonic) -> None:
         self._owner, self._clock = owner, clock
         self._ready: tuple[tuple[str, str], Participant] | None = None
+        self._job: Job | None = None
 
     def answer(self, content: bytes) -> bytes:
-        frame = unpack(content, "the server's message")
-        return pack(frame_from(self._respond(frame)))
+        """The answer to a message as bytes; RunError where it is no message of ours."""
+        return self.answer_packet(unpack(content, SERVER))
 
-    def _respond(self, frame: Frame) -> Message:
-        asked = message_from(frame)
-        key = frame.job, str(frame.header.get("run", ""))
-        if self._ready is None or self._ready[0] != key:
+    def answer_packet(self, packet: Packet) -> bytes:
+        """The answer to a message. Whatever it asks for, this process goes on: what fails is logged and refused."""
+        asked = packet.message
+        try:
+            return pack(self._respond(asked, packet.job))
+        except Exception as error:
+            LOG.exception("an order could not be carried out")
+            return pack(refusal(asked, f"it failed there ({type(error).__name__}); its own log says how"))
+
+    def refusal_before_tensors(self, about: About) -> bytes | None:
+        """A refusal, where what stands before a message's tensors shows that they need not be read."""
+        asked = Message(about.header, {})
+        job = self._job_of(about.job, asked)
+        if isinstance(job, Message):
+            return pack(job)
+        most = message_bytes(job)
+        if about.tensor_bytes <= most:
+            return None
+        return pack(
+            refusal(asked, f"the order's tensors have {about.tensor_bytes} bytes; the job's model needs {most}")
+        )
+
+    def _respond(self, asked: Message, text: str) -> Message:
+        run = str(asked.header.get("run", ""))
+        job = self._job_of(text, asked)
+        if isinstance(job, Message):
+            return job
+        if not re.fullmatch(r"[0-9A-Za-z]{1,64}", run):
+            return refusal(asked, "its run has no name that a folder could have")
+        if self._ready is None or self._ready[0] != (text, run):
             try:
-                job = read_job(frame.job, "the server's job")
-            except InputError as error:
-                LOG.warning("%s", error)
-                return refusal(asked, str(error))
-            try:
-                self._ready = key, participant_for(self._owner, job, key[1])
+                self._ready = (text, run), participant_for(self._owner, job, run)
             except (InputError, RunError) as error:  # its text may name files and classes, and quote samples
                 LOG.warning("%s", error)
                 return refusal(asked, UNFIT)
-        reason = reluctance(self._owner.conditions) if frame.header.get("kind") == TRAIN else None
-        return refusal(asked, reason) if reason else respond(self._ready[1], asked, self._clock)
+        reason = reason_to_decline(self._owner.conditions) if asked.header.get("kind") == TRAIN else None
+        if reason:
+            return refusal(asked, reason, later=True)
+        return respond(self._ready[1], asked, self._clock)
 
-
-def listen(owner: Owner, address: Path, ready: Callable[[], None] = lambda: None) -> None:
-    """Answer whoever connects to a socket of this machine, one after another, until interrupted."""
-    desk = Desk(owner)
-    with socket.socket(socket.AF_UNIX) as door:
-        address.unlink(missing_ok=True)
-        door.bind(str(address))
-        address.chmod(0o600)
-        door.listen()
-        ready()
-        while True:
-            connection, _ = door.accept()
-            with connection:
-                connection.settimeout(PATIENCE)
-                try:
-                    content = receive(connection)
-                    if content is not None:
-                        answer = desk.answer(content)
-                        connection.settimeout(PATIENCE)
-                        send(connection, answer)
-                except (OSError, RunError) as error:  # whoever asked is gone, or speaks another language
-                    LOG.warning("%s", error)
+    def _job_of(self, text: str, asked: Message) -> Job | Message:
+        """The job of a text, or a refusal of it."""
+        if self._job is None or self._job.text != text:
+            try:
+                self._job = read_job(text, "the server's job")
+            except InputError as error:
+                LOG.warning("%s", error)
+                return refusal(asked, str(error))
+        return self._job

@@ -2,18 +2,22 @@
 
 import tomllib
 from dataclasses import replace
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
-from fedcpsl.config import Config, flat_settings, with_settings
+from fedcpsl.config import Config, Run, flat_settings, with_settings
 from fedcpsl.data.federation import Federation, Source
 from fedcpsl.data.roles import LABELLED
 from fedcpsl.data.scaling import Scaling
 from fedcpsl.errors import InputError, did_you_mean
+from fedcpsl.federation.messages import LARGEST_SEED
 from fedcpsl.federation.protection import Protection, check_protection
+from fedcpsl.federation.robustness import BY_COORDINATE, Limits, check_limits
 from fedcpsl.federation.server import Rules
 from fedcpsl.federation.terms import Terms, terms_of
 from fedcpsl.models import choose_model, make_model
@@ -28,11 +32,20 @@ OF_RULES: dict[str, type] = {
     "quorum": int,
     "over_sampling": float,
     "budget": float,
+    "attempts": int,
+}
+OF_LIMITS: dict[str, type] = {
+    "bound": float,
+    "trim": float,
     "largest_norm": float,
+    "largest_samples": int,
 }
 OF_DATA = ("shape", "classes", "shift", "scale")
 OF_PRIVACY: dict[str, type] = {"clip": float, "noise": float, "delta": float}
 DELTA = 1e-5
+LARGEST_TEXT = 1 << 18  # bytes of a job
+MOST_LAYERS = 100
+LARGEST_MODEL = 1 << 28  # parameters: 1 GiB in float32
 
 
 class Job(NamedTuple):
@@ -49,15 +62,19 @@ class Job(NamedTuple):
 
 
 def read_job(text: str, where: str) -> Job:
-    """A job from its text, every setting checked."""
+    """A job from its text, every setting checked, also its model's size, before any memory is taken for it."""
+    if len(text) > LARGEST_TEXT:
+        raise InputError(f"{where}: has {len(text)} characters; at most {LARGEST_TEXT} are read")
     try:
         content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, ValueError) as error:
         raise InputError(f"{where}: not valid TOML: {error}") from error
+    except RecursionError:
+        raise InputError(f"{where}: not valid TOML: its lists or tables are nested too deeply") from None
     own = content.pop("federation", None)
     if not isinstance(own, dict):
         raise InputError(f"{where}: needs a section [federation] with shape and classes")
-    known = [*OF_RULES, *OF_DATA, *OF_PRIVACY]
+    known = [*OF_RULES, *OF_LIMITS, "aggregation", *OF_DATA, *OF_PRIVACY]
     for key in own:
         if key not in known:
             raise InputError(f"{where}: [federation] {key}: no such setting; {did_you_mean(key, known)}")
@@ -69,19 +86,52 @@ def read_job(text: str, where: str) -> Job:
         raise InputError(f"{where}: [federation] shape: give the sizes of one input, for example [1, 28, 28]")
     if not isinstance(classes, list) or len(classes) < 2 or len({str(c) for c in classes}) < len(classes):
         raise InputError(f'{where}: [federation] classes: give the names of at least two, for example ["cat", "dog"]')
+    if config.run.seed >= LARGEST_SEED:
+        raise InputError(f"{where}: run.seed = {config.run.seed}: give a number below {LARGEST_SEED}")
     private = _numbers(OF_PRIVACY, own, where)
     protection = Protection(private.get("clip", 0.0), private.get("noise", 0.0))
     check_protection(protection)
-    return Job(
+    rules = _rules(config, own, where)
+    job = Job(
         text,
-        config,
+        _without_control_variates(config, where) if rules.limits.aggregation in BY_COORDINATE else config,
         tuple(shape),
         tuple(map(str, classes)),
-        _scaling(own, where),
-        _rules(config, own, where),
+        _scaling(own, shape, where),
+        rules,
         protection,
         private.get("delta", DELTA),
     )
+    if parameters_of(job) > LARGEST_MODEL:
+        raise InputError(f"{where}: its model has {parameters_of(job)} parameters; at most {LARGEST_MODEL} are taken")
+    return job
+
+
+def parameters_of(job: Job) -> int:
+    """How many parameters the job's model has, told without making it."""
+    hidden = job.config.model.hidden
+    if len(hidden) > MOST_LAYERS or max(hidden, default=0) > LARGEST_MODEL or prod(job.shape) > LARGEST_MODEL:
+        return LARGEST_MODEL + 1
+    with torch.device("meta"):
+        return sum(p.numel() for p in _model_of(job).parameters())
+
+
+def message_bytes(job: Job) -> int:
+    """The most that the tensors of one message can take: theta and c."""
+    return 2 * parameters_of(job) * (8 if job.config.run.dtype == "float64" else 4)
+
+
+def _model_of(job: Job) -> nn.Module:
+    config = job.config
+    name = choose_model(config.model.name, job.shape, "own")
+    return make_model(name, config.model.hidden, job.shape, len(job.classes))
+
+
+def _without_control_variates(config: Config, where: str) -> Config:
+    """What is robust number by number counts no device's whole update, so none could compute its c_i."""
+    if config.algorithm.control_variates is True:
+        raise InputError(f"{where}: algorithm.control_variates: works with no such aggregation; leave it out")
+    return replace(config, algorithm=replace(config.algorithm, control_variates=False))
 
 
 def _numbers(kinds: dict[str, type], own: dict[str, Any], where: str) -> dict[str, Any]:
@@ -91,16 +141,21 @@ def _numbers(kinds: dict[str, type], own: dict[str, Any], where: str) -> dict[st
             if isinstance(own[key], bool) or not isinstance(own[key], int | kind):
                 raise InputError(f"{where}: [federation] {key} = {own[key]!r}: give a number")
             given[key] = kind(own[key])
+            if not isfinite(given[key]):
+                raise InputError(f"{where}: [federation] {key} = {own[key]!r}: give a finite number")
     return given
 
 
 def _rules(config: Config, own: dict[str, Any], where: str) -> Rules:
-    given = _numbers(OF_RULES, own, where)
+    given, limits = _numbers(OF_RULES, own, where), Limits(**_numbers(OF_LIMITS, own, where))
+    limits = limits._replace(aggregation=own.get("aggregation", limits.aggregation))
+    check_limits(limits)
     least = config.work.active if isinstance(config.work.active, int) else 2
-    return Rules(**{"rounds": config.work.rounds, "seed": config.run.seed, "deadline": 600.0, "least": least} | given)
+    always = {"rounds": config.work.rounds, "seed": config.run.seed, "deadline": 600.0, "least": least}
+    return Rules(**always | given, limits=limits)
 
 
-def _scaling(own: dict[str, Any], where: str) -> Scaling | None:
+def _scaling(own: dict[str, Any], shape: list[int], where: str) -> Scaling | None:
     if "shift" not in own and "scale" not in own:
         return None
     try:
@@ -109,6 +164,16 @@ def _scaling(own: dict[str, Any], where: str) -> Scaling | None:
         raise InputError(f"{where}: [federation] shift, scale: give numbers, or one per feature") from None
     if not (np.isfinite(shift).all() and np.isfinite(scale).all() and (scale > 0).all()):
         raise InputError(f"{where}: [federation] shift, scale: give finite numbers, scale above 0")
+    for name, value in (("shift", shift), ("scale", scale)):
+        try:
+            fits = np.broadcast_shapes(value.shape, tuple(shape)) == tuple(shape)
+        except ValueError:
+            fits = False
+        if not fits:
+            raise InputError(
+                f"{where}: [federation] {name} has shape {list(value.shape)} where an input has shape {shape}; give "
+                "one number, or one per feature"
+            )
     return Scaling(shift, scale)
 
 
@@ -116,10 +181,9 @@ def setup_for(job: Job, federation: Federation) -> Setup:
     """One device's data with the job's model and numbers."""
     config = job.config
     torch.manual_seed(int(stream(config.run.seed, "init").integers(2**63)))
-    name = choose_model(config.model.name, job.shape, "own")
-    model = make_model(name, config.model.hidden, job.shape, len(job.classes))
+    model = _model_of(job)
     eta = choose_eta(config.algorithm.eta, config.data.dataset, config.work.unit)
-    run = replace(config.run, executor="sequential", processes=1, device="cpu")
+    run = Run(seed=config.run.seed, dtype=config.run.dtype, executor="sequential", processes=1, device="cpu")
     alone = replace(config.work, active=AUTO, joiners=0)
     return prepare(federation, model, replace(config.algorithm, eta=eta), alone, run)
 

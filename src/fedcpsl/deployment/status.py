@@ -7,7 +7,6 @@ from typing import Any
 
 from fedcpsl.errors import InputError
 
-PATH = "/status"  # where it is asked for
 OPERATOR, DEVICE = "operator", "device/"  # who asks; the latter with a device's name after it
 SHOWN = ("round", "rounds", "over", "updated", "waiting_for")
 SHOWN_OF_DEVICES = ("name", "labelled", "unlabelled", "online", "last_counted", "accuracy")

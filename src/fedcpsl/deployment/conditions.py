@@ -14,7 +14,7 @@ class Conditions(NamedTuple):
     most_load: float = 0.0  # of the machine, in tasks per core over the last minute; 0: any
 
 
-def reluctance(conditions: Conditions, supplies: Path = SUPPLIES) -> str | None:
+def reason_to_decline(conditions: Conditions, supplies: Path = SUPPLIES) -> str | None:
     """Why not now; None where nothing stands against it."""
     if not conditions.on_battery and runs_on_battery(supplies):
         return "not now: it runs on its battery"

@@ -2,11 +2,13 @@
 
     ca.key ca.crt            the authority; its key signs server certificates and is kept offline
     server.key server.crt    the server's certificate
-    server.secret            shared by the server's own programs
     operator.key .pub        who may ask for the status of all devices: the private half is the operator's
     devices/NAME[.pub]       a device's key: the private half is the device's, the public half the server's
+    devices/NAME.new         its next one, while it is being renewed: NAME.pub then has both public halves, a line each
+    revoked                  the public halves of keys that are let in no more
+    forgotten                devices whose weight is to be removed, a name on each line
 
-No file is ever overwritten.
+No private key is ever overwritten.
 """
 
 import ipaddress
@@ -20,7 +22,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from fedcpsl.errors import InputError, RunError
-from fedcpsl.runs.files import make_folder
+from fedcpsl.runs.files import make_folder, write_whole
 
 try:
     from cryptography import x509
@@ -28,7 +30,7 @@ try:
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 except ImportError as error:
-    raise InputError("keys need the package 'cryptography'; run: pip install 'fedcpsl[flower]'") from error
+    raise InputError("keys need the package 'cryptography'; run: pip install 'fedcpsl[federation]'") from error
 
 AUTHORITY_DAYS = 3650
 SERVER_DAYS = 825  # the longest that all current systems accept of a server
@@ -86,13 +88,6 @@ def make_server_certificate(folder: Path, hosts: Sequence[str], days: int = SERV
     return path
 
 
-def make_secret(folder: Path) -> Path:
-    """Make server.secret, by which the server's own programs know each other; return it."""
-    path = folder / "server.secret"
-    _write_new(path, secrets.token_hex(32).encode(), PRIVATE)
-    return path
-
-
 def make_device_key(folder: Path, name: str) -> Path:
     """Make devices/NAME and devices/NAME.pub (ECDSA P-384, OpenSSH's format); return the private one."""
     path = device_key(folder, name)
@@ -106,22 +101,101 @@ def make_operator_key(folder: Path) -> Path:
 
 def _make_key(path: Path, public_path: Path, name: str) -> Path:
     _refuse_existing(path, public_path)
+    private, public = _key_pair(name)
+    _write_new(path, private, PRIVATE)
+    _write_new(public_path, public.encode(), PUBLIC)
+    return path
+
+
+def _key_pair(name: str) -> tuple[bytes, str]:
+    """A private key, and the line that is its public half."""
     key = ec.generate_private_key(ec.SECP384R1())
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
     )
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    _write_new(path, private, PRIVATE)
-    _write_new(public_path, public + f" {name}\n".encode(), PUBLIC)
-    return path
+    return private, f"{public.decode()} {name}\n"
+
+
+def renew_device_key(folder: Path, name: str) -> Path:
+    """Make devices/NAME.new and add its public half to devices/NAME.pub; return the private one.
+
+    The server lets in both until it has seen the new one, and then that one alone.
+    """
+    path = device_key(folder, name)
+    public_path, new = path.with_name(f"{name}.pub"), path.with_name(f"{name}.new")
+    if not public_path.exists():
+        raise InputError(f"device {name!r}: has no key here to renew; {_known(folder)}")
+    _refuse_existing(new)
+    private, public = _key_pair(name)
+    _write_new(new, private, PRIVATE)
+    write_whole(public_path, public_path.read_text(encoding="utf-8") + public)
+    return new
+
+
+def revoke_device(folder: Path, name: str, *, forget: bool = False) -> None:
+    """Let a device's keys in no more; `forget`: have its weight removed from the federation too."""
+    path = device_key(folder, name)
+    public_path = path.with_name(f"{name}.pub")
+    listed = folder / "revoked"
+    if not public_path.exists() and not (forget and name in {line.split()[-1] for line in _lines(listed)}):
+        raise InputError(f"device {name!r}: has no key here to revoke; {_known(folder)}")
+    _add_lines(listed, _lines(public_path))  # from here on it is shut out
+    if forget:
+        _add_lines(folder / "forgotten", [name])
+    public_path.unlink(missing_ok=True)
+
+
+def accepted_keys(folder: Path, name: str) -> list[str]:
+    """The public halves that a device may sign with, the newest last; none where it has none, or they are revoked."""
+    refused = set(revoked_keys(folder))
+    return [
+        key for key in map(_key_of, _lines(device_key(folder, name).with_name(f"{name}.pub"))) if key not in refused
+    ]
+
+
+def revoked_keys(folder: Path) -> list[str]:
+    return [_key_of(line) for line in _lines(folder / "revoked")]
+
+
+def revoked_devices(folder: Path) -> set[str]:
+    """The devices that have had a key revoked, and have no other."""
+    return {name for line in _lines(folder / "revoked") if not accepted_keys(folder, name := line.split()[-1])}
+
+
+def forgotten_devices(folder: Path) -> set[str]:
+    """The devices whose weight is to be removed."""
+    return set(_lines(folder / "forgotten"))
+
+
+def _key_of(line: str) -> str:
+    return " ".join(line.split()[:2])
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"{path}: cannot be read: {error}") from error
+
+
+def _add_lines(path: Path, lines: Sequence[str]) -> None:
+    together = dict.fromkeys([*_lines(path), *lines])
+    write_whole(path, "".join(f"{line}\n" for line in together))
+
+
+def _known(folder: Path) -> str:
+    return f"there are: {', '.join(public_keys(folder)) or 'none'}"
 
 
 def device_key(folder: Path, name: str) -> Path:
     """Where a device's private key is; its public key is beside it, with '.pub' added."""
-    if not _NAME.fullmatch(name) or name.endswith(".pub"):
+    if not _NAME.fullmatch(name) or name.endswith((".pub", ".new")):
         raise InputError(
             f"device {name!r}: a name has 1 to 64 letters, digits, '-', '_' and '.', begins with no '-' or '.' "
-            "and does not end in '.pub'"
+            "and does not end in '.pub' or '.new'"
         )
     return folder / "devices" / name
 
@@ -148,10 +222,18 @@ def warnings_about(folder: Path, days: int = SOON_DAYS) -> list[str]:
                 found.append(f"{path}: expired on {end:%Y-%m-%d}, so no device will connect; {remedy}")
             elif end <= now + timedelta(days=days):
                 found.append(f"{path}: expires on {end:%Y-%m-%d}, in {(end - now).days} days; {remedy}")
-    for path in [*folder.glob("*.key"), *folder.glob("*.secret"), *(folder / "devices").glob("*")]:
-        if path.suffix != ".pub" and os.name == "posix" and path.stat().st_mode & 0o077:
-            found.append(f"{path}: others on this machine can read it; run: chmod 600 {path}")
-    return found
+    return found + open_to_others([*folder.glob("*.key"), *(folder / "devices").glob("*")])
+
+
+def open_to_others(paths: Sequence[Path]) -> list[str]:
+    """Private keys that other accounts of this machine can read: one sentence each."""
+    if os.name != "posix":
+        return []
+    return [
+        f"{path}: others on this machine can read it; run: chmod 600 {path}"
+        for path in paths
+        if path.suffix != ".pub" and path.stat().st_mode & 0o077
+    ]
 
 
 def read_certificate(path: Path) -> x509.Certificate:

@@ -1,0 +1,141 @@
+"""What one device can do to a federation, bounded: the size of its update, its weight, its part in the sum.
+
+A device's update is judged by its rate, the norm of update / (eta Q~): what its mean gradient would have to be. Every
+device has one vote, its latest rate, so that no device moves the median by being asked often, and one active device
+is judged by those of earlier rounds.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import floor, sqrt
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedcpsl.algorithm import Sum, Upload, map_tensors
+from fedcpsl.algorithms.family import mean_gradient
+from fedcpsl.errors import InputError
+from fedcpsl.federation.messages import Answer
+from fedcpsl.federation.server_store import Member
+from fedcpsl.federation.terms import Terms
+
+NONE, BOUNDED, CLIPPED, TRIMMED, MEDIAN = AGGREGATIONS = ("none", "bounded", "clipped", "trimmed", "median")
+BY_COORDINATE = (TRIMMED, MEDIAN)  # in these an update has no share that its device could be told: c and c_i stay 0
+BOUND = 100.0  # times the median rate
+FIRST_CHANGE = 10.0  # of each parameter, root mean square: the bound while there is nobody to compare with
+SAMPLES_BOUND = 20.0  # times the median count
+
+
+class Limits(NamedTuple):
+    """How far one device is trusted."""
+
+    aggregation: str = BOUNDED
+    bound: float = BOUND  # an update whose rate is larger than this many times the median is refused
+    trim: float = 0.3  # of the updates at each end that `trimmed` leaves out, number by number
+    largest_norm: float = 0.0  # of an update; 0: as `bound` has it
+    largest_samples: int = 0  # that a device may say it has; 0: some times the others' median
+
+
+class Judgement(NamedTuple):
+    """What becomes of a round's updates."""
+
+    factors: dict[str, float]  # of those that are counted
+    refused: dict[str, str]  # why the others are not
+    rates: dict[str, float]
+
+
+def check_limits(limits: Limits) -> None:
+    if limits.aggregation not in AGGREGATIONS:
+        raise InputError(f"aggregation = {limits.aggregation!r}: give one of {', '.join(AGGREGATIONS)}")
+    if not limits.bound > 1:
+        raise InputError(f"bound = {limits.bound:g}: give a number above 1")
+    if not 0 < limits.trim < 0.5:
+        raise InputError(f"trim = {limits.trim:g}: give a share between 0 and 0.5")
+    if not limits.largest_norm >= 0 or limits.largest_samples < 0:
+        raise InputError("largest_norm, largest_samples: give numbers of at least 0")
+
+
+def update_rate(terms: Terms, upload: Upload) -> float:
+    """||theta_i - theta|| / (eta Q~), in float64: the norm of large float32 numbers overflows."""
+    exact = map_tensors(Tensor.double, terms.hyper)
+    return float(mean_gradient(exact, Upload(upload.delta.double(), upload.steps)).norm())
+
+
+def lower_median(values: Sequence[float]) -> float:
+    """The middle one; of two in the middle the smaller, so that one of two devices cannot raise its own bound."""
+    return sorted(values)[(len(values) - 1) // 2]
+
+
+def judge(terms: Terms, limits: Limits, roster: Sequence[Member], updates: Mapping[str, Answer]) -> Judgement:
+    """Which updates are counted, and times what."""
+    uploads = {name: upload_of(answer, terms) for name, answer in updates.items()}
+    rates = {name: update_rate(terms, upload) for name, upload in uploads.items()}
+    votes = {m.name: m.rate for m in roster if m.rate is not None and not m.forgotten} | rates
+    middle = lower_median(list(votes.values())) if votes else 0.0
+    refused, factors = {}, {}
+    for name, upload in uploads.items():
+        reason = too_large(limits, upload, rates[name], middle, len(votes))
+        if reason:
+            refused[name] = f"the update of device {name!r} is refused: {reason}"
+        else:
+            factors[name] = min(1.0, middle / rates[name]) if limits.aggregation == CLIPPED and rates[name] else 1.0
+    return Judgement(factors, refused, rates)
+
+
+def too_large(limits: Limits, upload: Upload, rate: float, middle: float, votes: int) -> str | None:
+    """Why an update cannot be counted, or None."""
+    norm = float(upload.delta.double().norm())
+    if limits.largest_norm and not norm <= limits.largest_norm:
+        return f"its norm is {norm:.3g} where largest_norm allows {limits.largest_norm:g}"
+    if limits.aggregation == NONE or limits.largest_norm:
+        return None
+    change = norm / sqrt(max(upload.delta.numel(), 1))
+    if votes < 3 and not change <= FIRST_CHANGE:
+        return (
+            f"it changes the parameters by {change:.3g} each (root mean square); at the start at most {FIRST_CHANGE:g}"
+        )
+    if votes > 1 and limits.aggregation != CLIPPED and not rate <= limits.bound * middle:
+        return (
+            f"its rate ||update|| / (eta Q~) is {rate:.3g}, more than {limits.bound:g} times the median of {middle:.3g}"
+        )
+    return None
+
+
+def upload_of(answer: Answer, terms: Terms) -> Upload:
+    assert answer.delta is not None
+    return Upload(answer.delta.to(terms.where), torch.tensor(answer.steps, device=terms.where))
+
+
+def robust_sum(limits: Limits, contributions: Sequence[Sum]) -> Sum:
+    """The sum of contributions of equal weight, as it would be if all were the trimmed mean, or the median, of them."""
+    count = len(contributions)
+
+    def add(*each: Tensor) -> Tensor:
+        together = torch.stack(each)
+        return together.sum(0) if together.dim() == 1 else count * middle_of(limits, together)
+
+    total: Sum = map_tensors(add, *contributions)
+    return total
+
+
+def middle_of(limits: Limits, each: Tensor) -> Tensor:
+    """Number by number, the median, or the mean of what is left without the largest and the smallest."""
+    count = len(each)
+    cut = (count - 1) // 2 if limits.aggregation == MEDIAN else min(floor(limits.trim * count), (count - 1) // 2)
+    return each.sort(0).values[cut : count - cut].mean(0)
+
+
+def too_many_samples(limits: Limits, newcomer: Member, others: Sequence[Member]) -> str | None:
+    """Why a device's sample count is not believed, or None."""
+    count = newcomer.samples
+    if limits.largest_samples:
+        if count <= limits.largest_samples:
+            return None
+        return f"device {newcomer.name!r} says it has {count} samples where largest_samples is {limits.largest_samples}"
+    middle = lower_median([count, *(m.samples for m in others if not m.forgotten)])
+    if count <= SAMPLES_BOUND * middle:
+        return None
+    return (
+        f"device {newcomer.name!r} says it has {count} samples, more than {SAMPLES_BOUND:g} times the median of "
+        f"{middle}, and would outweigh the others; where that is true, set [federation] largest_samples"
+    )
