@@ -13,7 +13,7 @@ from safetensors.torch import load, save
 from fedcpsl import config
 from fedcpsl.algorithms import all_algorithms
 from fedcpsl.federation import Message, Participant, Rules, respond, terms_of
-from fedcpsl.federation.device_store import load_kept, settle
+from fedcpsl.federation.device_store import load_kept, restarted, settle
 from fedcpsl.federation.holdings import holdings_of
 from fedcpsl.runs import files
 from fedcpsl.simulation import prepare
@@ -149,15 +149,16 @@ class Faulty:
         return answer
 
 
-def settled(device, member):
-    """What a device will have kept once it hears what the server counted."""
+def settled(device, member, epoch=0):
+    """What a device will have kept once it hears what the server counted, or that control variates start again."""
     kept = load_kept(device.folder)
-    return settle(kept, member.counted)
+    kept = kept if kept.epoch == epoch else restarted(kept, epoch)
+    return settle(device.terms, kept, member.counted, member.factor)
 
 
 def gap(state, devices):
     """|c - sum_i omega_i c_i| over the roster."""
     total = torch.zeros_like(state.server.c)
     for member in state.roster:
-        total += member.samples / state.samples * settled(devices[member.name], member).committed.c
+        total += member.samples / state.samples * settled(devices[member.name], member, state.epoch).committed.c
     return (state.server.c - total).abs().max().item()

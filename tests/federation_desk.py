@@ -16,11 +16,11 @@ from sklearn.datasets import load_digits
 
 from fedcpsl.data.federation import Federation
 from fedcpsl.data.roles import LABELLED, TEST, UNLABELLED
+from fedcpsl.deployment.addresses import free_port
+from fedcpsl.deployment.job import read_job, server_terms
 from fedcpsl.federation.device_store import load_kept
 from fedcpsl.federation.server_store import load_serving
 from fedcpsl.federation.terms import digest
-from fedcpsl.flower.job import read_job, server_terms
-from fedcpsl.flower.processes import free_port
 from fedcpsl.models import make_model
 from fedcpsl.schedule import stream
 from fedcpsl.simulation import prepare, simulate
@@ -60,12 +60,13 @@ class Desk:
         least: int = 0,
         names: Sequence[str] = (),
         host: str = "127.0.0.1",
+        settings: str = "",
     ) -> None:
         self.folder, self.names = folder, list(names) or [f"dev{i}" for i in range(devices)]
         self.address = f"127.0.0.1:{free_port()}"
         self.processes: dict[str, subprocess.Popen[str]] = {}
         text = JOB.format(devices=least or devices, rounds=rounds, active=active, deadline=deadline)
-        (folder / "job.toml").write_text(text)
+        (folder / "job.toml").write_text(text.replace("[model]", f"{settings}\n[model]", 1))
         for i, name in enumerate(self.names):
             np.savez(folder / f"{name}.npz", **samples_of(i, devices))
         made = subprocess.run(
@@ -80,9 +81,9 @@ class Desk:
     def fedcpsl(self) -> list[str]:
         return [sys.executable, "-m", "fedcpsl"]
 
-    def serve(self) -> None:
+    def serve(self, *words: str) -> None:
         port = self.address.rpartition(":")[2]
-        self._start("server", "serve", "job.toml", "--keys", "keys", "--folder", "server", "--port", port)
+        self._start("server", "serve", "job.toml", "--keys", "keys", "--folder", "server", "--port", port, *words)
 
     def join(self, name: str, *, data: str = "", odd: str = "", address: str = "", share: bool = True) -> None:
         """Start a device; an odd one is a process of tests.odd_device."""
@@ -124,7 +125,7 @@ class Desk:
             time.sleep(0.2)
 
     def logs(self) -> str:
-        files = [*self.folder.glob("*.log"), *self.folder.glob("server/logs/*.log")]
+        files = sorted(self.folder.glob("*.log"))
         return "\n".join(f"--- {file.name}\n{file.read_text()[-3000:]}" for file in files)
 
     def close(self) -> None:
@@ -144,7 +145,7 @@ class Desk:
         return read_job((self.folder / "job.toml").read_text(), "job.toml")
 
     def kept(self, name: str):
-        (folder,) = [p for p in (self.folder / "devices" / name).iterdir() if p.name not in ("flwr", "logs")]
+        (folder,) = (self.folder / "devices" / name).iterdir()
         return load_kept(folder)
 
     def invariant_gap(self) -> float:

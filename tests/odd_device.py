@@ -4,10 +4,10 @@ import os
 import sys
 
 from fedcpsl.cli import run_command
-from fedcpsl.flower import member
+from fedcpsl.deployment import device_process
 from fedcpsl.runs import files
 
-TRUE_RESPOND, TRUE_FSYNC = member.respond, os.fsync
+TRUE_RESPOND, TRUE_FSYNC = device_process.respond, os.fsync
 
 
 def with_nan(*asked):
@@ -37,5 +37,5 @@ if __name__ == "__main__":
     if kind == "full":
         files.os.fsync = on_a_filling_disk
     else:
-        member.respond = {"nan": with_nan, "shapes": of_another_model}[kind]
+        device_process.respond = {"nan": with_nan, "shapes": of_another_model}[kind]
     sys.exit(run_command(arguments))

@@ -1,11 +1,10 @@
 """A proxy that ends TLS as the server would, and keeps what a device and the server send before it passes it on.
 
 It has the server's own certificate, so the device notices nothing. Then every byte is read: HTTP requests, in them
-Flower's protobuf, in that the objects of which Flower's messages are made.
+the federation's messages.
 """
 
 import contextlib
-import re
 import select
 import socket
 import ssl
@@ -14,15 +13,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from flwr.proto.message_pb2 import PullObjectResponse
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
-from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
-from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
-
 WAIT_S = 120
-CUT_OFF = tuple(  # what a device may be saying just when the server ends
-    f"POST /v1/fleet/{what} ".encode() for what in ("pull-messages", "send-node-heartbeat", "deactivate-node")
-)
+CUT_OFF = b"POST /v2/order "  # what a device may be saying just when the server ends
 
 
 class Request(NamedTuple):
@@ -64,18 +56,6 @@ class Recorder:
     @property
     def requests(self) -> list[Request]:
         return [request for sent in self.sent for request in requests_in(sent)]
-
-    def known_to_server(self) -> dict[str, bytes]:
-        """The objects of Flower's messages that went over these connections, either way."""
-        objects = pushed_in(self.requests)
-        for wire in self.wires:
-            asked = requests_in(bytes(wire.sent))
-            for request, answer in zip(asked, bodies_in(bytes(wire.received)), strict=False):  # the last may be cut off
-                if request.path.endswith("/pull-object"):
-                    found = PullObjectResponse.FromString(answer)
-                    if found.object_available:
-                        objects[parsed(request).object_id] = found.object_content
-        return objects
 
     def _listen(self) -> None:
         with contextlib.suppress(OSError):
@@ -138,59 +118,10 @@ def requests_in(sent: bytes) -> list[Request]:
         assert (method, version) == ("POST", "HTTP/1.1"), first
         headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
         assert len(headers) == len(lines)
-        length = int(headers["content-length"])  # Flower knows its bodies beforehand: none is sent in chunks of HTTP
+        length = int(headers["content-length"])  # no body is sent in chunks of HTTP
         if len(sent) < length:
             assert head.startswith(CUT_OFF), head
             break
         found.append(Request(path, headers, sent[:length]))
         sent = sent[length:]
     return found
-
-
-def bodies_in(received: bytes) -> list[bytes]:
-    """The bodies of the HTTP answers that a connection carried, as far as they are whole."""
-    found = []
-    while b"\r\n\r\n" in received:
-        head, _, received = received.partition(b"\r\n\r\n")
-        length = int(re.search(rb"(?i)\r\ncontent-length: *(\d+)", head).group(1))
-        if len(received) < length:
-            break
-        found.append(received[:length])
-        received = received[length:]
-    return found
-
-
-def parsed(request: Request):
-    """The protobuf of a request; its known fields make up all of its length, so nothing hides in it."""
-    read = PROTOBUF_REQUEST_TYPES["POST", request.path].FromString(request.body)
-    read.DiscardUnknownFields()
-    assert read.ByteSize() == len(request.body), request.path
-    return read
-
-
-def pushed_in(requests: list[Request]) -> dict[str, bytes]:
-    """The objects that a device sent, by their names, which are the hashes of their contents."""
-    pushed = [parsed(request) for request in requests if request.path.endswith("/push-object")]
-    return {each.object_id: each.object_content for each in pushed}
-
-
-def messages_in(requests: list[Request], known: dict[str, bytes]):
-    """Flower's messages, put together from the objects and chunks that they were sent as; every object is of one.
-
-    A device is not asked for an object that the server has at that moment, say the record of no tensors that another
-    device sent: `known` has those.
-    """
-    pushed, trees = pushed_in(requests), []
-    for request in requests:
-        if request.path.endswith("/push-messages"):
-            read = parsed(request)
-            assert not any(message.content.ByteSize() for message in read.messages_list)  # objects have it
-            trees += [tree.object_id for tree in read.message_object_trees]
-    messages, used = [], {}
-    for object_id in dict.fromkeys(trees):
-        message = inflate_object_from_contents(object_id, known | pushed, keep_object_contents=True)
-        used |= {each: object_.deflate() for each, object_ in get_all_nested_objects(message).items()}
-        messages.append(message)
-    messages.sort(key=lambda message: message.metadata.created_at)  # they came over several connections
-    assert {name: used.get(name) for name in pushed} == pushed  # byte for byte
-    return messages

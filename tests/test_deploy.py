@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from fedcpsl.flower.processes import environment, free_port
 from fedcpsl.flower.supervisor import Supervisor
 
@@ -164,8 +163,9 @@ def configuration(folder, keys, front, back, status):
 def front(tmp_path_factory):
     """A port where a real nginx listens, before a stand-in for the SuperLink with the same certificate."""
     pytest.importorskip("flwr", reason="flwr is not installed: pip install 'fedcpsl[flower]'")
-    from fedcpsl.flower import keys
     from fedcpsl.flower.status_server import answering
+
+    from fedcpsl.flower import keys
 
     folder = tmp_path_factory.mktemp("nginx")
     keys.make_authority(folder)

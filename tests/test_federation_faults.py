@@ -1,6 +1,7 @@
 """Whatever is lost, late, repeated or killed, c stays the weighted mean of all c_i, and no device loses its state."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import chain, count, repeat
 
 import pytest
@@ -215,10 +216,11 @@ def test_what_was_not_counted_is_dropped(disk, tmp_path):
     respond(device, order_message(the_order(setup)))
     kept = load_kept(device.folder)
     assert disk.places > 0
-    assert settle(kept, None).pending is None
-    assert torch.equal(settle(kept, None).committed.c, kept.committed.c)
-    assert torch.equal(settle(kept, Turn(0, 0)).committed.c, kept.pending.c)
-    assert settle(settle(kept, Turn(0, 0)), Turn(0, 0)).counted == Turn(0, 0)
+    settled = partial(settle, device.terms)
+    assert settled(kept, None).pending is None
+    assert torch.equal(settled(kept, None).committed.c, kept.committed.c)
+    assert settled(kept, Turn(0, 0)).committed.c.any()
+    assert settled(settled(kept, Turn(0, 0)), Turn(0, 0)).counted == Turn(0, 0)
 
 
 def test_everything_said_is_on_disk_first(disk, tmp_path):
@@ -256,7 +258,7 @@ def test_an_attempt_given_up_is_not_taken_for_the_one_that_was_counted(disk, tmp
     second = the_order(setup, (0, 1))
     for order in (the_order(setup), second._replace(c=second.c + 0.1)):
         respond(device, order_message(order))
-    pending = load_kept(device.folder).pending.c
+    pending = settle(device.terms, load_kept(device.folder), Turn(0, 1)).committed.c
     reply = respond(device, order_message(the_order(setup, (1, 0), counted=(0, 0))))
     assert "older copy" in reply.header["reason"]
     respond(device, order_message(the_order(setup, (1, 0), counted=(0, 1))))

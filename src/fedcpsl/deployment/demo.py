@@ -42,7 +42,8 @@ def prepare_demo(folder: Path, devices: int, rounds: int) -> list[str]:
         raise InputError(f"{folder}: exists already; give another --folder, or remove it")
     from sklearn.datasets import load_digits
 
-    from fedcpsl.deployment.keys import make_authority, make_device_key, make_operator_key, make_server_certificate
+    from fedcpsl.deployment.certificates import make_authority, make_server_certificate
+    from fedcpsl.deployment.keys import make_device_key, make_operator_key
 
     make_folder(folder)
     names = [f"phone-{i}" for i in range(devices)]

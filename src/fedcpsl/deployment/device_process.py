@@ -25,7 +25,7 @@ from fedcpsl.federation.holdings import holdings_of
 from fedcpsl.federation.messages import TRAIN, Message
 from fedcpsl.federation.privacy import strictest
 from fedcpsl.federation.protection import Protection
-from fedcpsl.runs.files import make_private_folder, write_whole
+from fedcpsl.runs.files import make_folder, write_whole
 from fedcpsl.simulation.shelf import normalise
 
 LOG = logging.getLogger("fedcpsl")
@@ -57,9 +57,9 @@ def participant_for(owner: DeviceConfig, job: Job, run: str) -> Participant:
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     setup = setup_for(job, federation)
-    make_private_folder(owner.folder)
+    make_folder(owner.folder, private=True)
     folder = owner.folder / run
-    make_private_folder(folder)
+    make_folder(folder, private=True)
     write_whole(folder / "job.toml", job.text, private=True)  # so that its model can be used without the server
     protection = strictest(owner.protection, job.protection)
     terms, holdings = terms_for(job, setup), holdings_of(setup)

@@ -19,7 +19,7 @@ from fedcpsl.deployment.status import DEVICE
 from fedcpsl.deployment.status_client import tls_problem
 from fedcpsl.deployment.wire import Packet, finish, read_about
 from fedcpsl.errors import InputError, RunError
-from fedcpsl.runs.files import make_private_folder
+from fedcpsl.runs.files import make_folder
 
 ANSWER_S = 120.0  # without a byte from the server
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
@@ -70,7 +70,7 @@ def join(server: str, owner: DeviceConfig, ca: Path | None, key: Path | None, sa
         raise InputError(f"{server}: without TLS only a server on this machine can be joined; give --keys")
     if ca is not None and key is not None:
         _check_keys(ca, key, say)
-    make_private_folder(owner.folder)
+    make_folder(owner.folder, private=True)
     handler, place = Handler(owner), Server(host, port, owner.name, ca, key)
     problems, pause = _Problems(say), 0.0
     while True:
@@ -165,7 +165,8 @@ class _Problems:
 
 def _check_keys(ca: Path, key: Path, say: Say) -> None:
     """As the server does with its own."""
-    from fedcpsl.deployment.keys import open_to_others, read_certificate
+    from fedcpsl.deployment.certificates import read_certificate
+    from fedcpsl.deployment.keys import open_to_others
 
     read_certificate(ca)
     for warning in open_to_others([key]):

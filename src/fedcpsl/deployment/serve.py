@@ -18,7 +18,7 @@ from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation.privacy import check_delta
 from fedcpsl.federation.server_store import go_back
 from fedcpsl.federation.terms import digest
-from fedcpsl.runs.files import make_private_folder, write_whole
+from fedcpsl.runs.files import make_folder, write_whole
 from fedcpsl.runs.folder import locked
 
 KEYS_S = 2.0  # between looks at the keys
@@ -44,7 +44,7 @@ def serve_job(path: Path, place: Place, say: Say, show: Show, back_to: int | Non
     job = _read(path)
     if place.keys is not None:
         _check_keys(place.keys, say)
-    make_private_folder(place.folder)
+    make_folder(place.folder, private=True)
     with locked(place.folder):
         _keep_job(path, job, place.folder)
         ring = None if place.keys is None else KeyRing(place.keys, place.folder, say)

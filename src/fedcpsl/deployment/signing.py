@@ -6,7 +6,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from fedcpsl.deployment.keys import accepted_keys, read_certificate, revoked_keys  # says what to install, so first
+from fedcpsl.deployment.certificates import read_certificate  # says what to install, so first
+from fedcpsl.deployment.keys import accepted_keys, revoked_keys
 from fedcpsl.deployment.status import DEVICE, OPERATOR
 from fedcpsl.errors import InputError, RunError
 

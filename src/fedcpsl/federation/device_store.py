@@ -20,7 +20,7 @@ from fedcpsl.errors import RunError
 from fedcpsl.federation.messages import TRAIN, Answer, Turn
 from fedcpsl.federation.terms import Terms
 from fedcpsl.runs.checkpoint import load_tensors, save_tensors
-from fedcpsl.runs.files import make_private_folder
+from fedcpsl.runs.files import make_folder
 
 FILE = "device.safetensors"
 
@@ -98,7 +98,7 @@ def restarted(kept: Kept, epoch: int) -> Kept:
 @contextmanager
 def opened(folder: Path) -> Iterator[None]:
     """Make the folder, and let one order at a time work on it: a second waits. A crash frees the lock."""
-    make_private_folder(folder)
+    make_folder(folder, private=True)
     try:
         file = (folder / ".lock").open("w")
     except OSError as error:

@@ -21,7 +21,7 @@ from fedcpsl.federation.terms import Terms
 
 NONE, BOUNDED, CLIPPED, TRIMMED, MEDIAN = AGGREGATIONS = ("none", "bounded", "clipped", "trimmed", "median")
 BY_COORDINATE = (TRIMMED, MEDIAN)  # in these an update has no share that its device could be told: c and c_i stay 0
-BOUND = 100.0  # times the median rate
+BOUND = 30.0  # times the median rate
 FIRST_CHANGE = 10.0  # of each parameter, root mean square: the bound while there is nobody to compare with
 SAMPLES_BOUND = 20.0  # times the median count
 

@@ -31,7 +31,7 @@ from fedcpsl.federation.robustness import (
 )
 from fedcpsl.federation.server_store import Member, Serving, load_serving, restart_control_variates, save_serving
 from fedcpsl.federation.terms import Terms, digest
-from fedcpsl.runs.files import make_private_folder
+from fedcpsl.runs.files import make_folder
 from fedcpsl.runs.folder import locked
 from fedcpsl.schedule import draw_active, draw_steps
 
@@ -64,7 +64,7 @@ def serve(
     caller may wait before it asks for the next turn. Devices that `to_forget` names lose their weight.
     """
     _check_rules(terms, rules)
-    make_private_folder(folder)
+    make_folder(folder, private=True)
     with locked(folder):
         state = load_serving(folder, digest(terms), terms.method.network.initial) or _begin(terms, folder)
         state = state._replace(failures=0)  # who starts it again wants it tried again

@@ -58,26 +58,19 @@ def append_line(path: Path, line: str) -> None:
         os.close(descriptor)
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder and those above it where they are missing, and have their names on disk."""
+def make_folder(folder: Path, *, private: bool = False) -> None:
+    """Make a folder and those above it where they are missing, and have their names on disk.
+
+    One that is private can be entered by its owner alone; where it is there already, it is closed to others.
+    """
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700 if private else 0o777, exist_ok=True)
+        if private and os.name == "posix" and folder.stat().st_mode & 0o077:
+            folder.chmod(0o700)
         for each in missing:
             _sync_folder(each.parent)
-    except OSError as error:
-        raise RunError(f"{folder}: cannot be made: {error.strerror}; give a folder that can be written to") from error
-
-
-def make_private_folder(folder: Path) -> None:
-    """Make a folder that its owner alone can enter; one that is there already is closed to others."""
-    make_folder(folder.parent)
-    try:
-        if not folder.exists():
-            folder.mkdir(mode=0o700, exist_ok=True)
-            _sync_folder(folder.parent)
-        if os.name == "posix" and folder.stat().st_mode & 0o077:
-            folder.chmod(0o700)
     except OSError as error:
         raise RunError(f"{folder}: cannot be made: {error.strerror}; give a folder that can be written to") from error
 

@@ -10,12 +10,13 @@ import pytest
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install 'fedcpsl[flower]'")
 
-from fedcpsl.errors import InputError, RunError
-from fedcpsl.flower import keys, signing
 from fedcpsl.flower.processes import free_port, split_address
 from fedcpsl.flower.status import LATE, OPERATOR, PATH, shown_part
 from fedcpsl.flower.status_client import ask_status
 from fedcpsl.flower.status_server import answering, reply
+
+from fedcpsl.errors import InputError, RunError
+from fedcpsl.flower import keys, signing
 
 from .command import fedcpsl
 
