@@ -8,8 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from fedcpsl.flower.processes import free_port
-
+from fedcpsl.deployment.addresses import free_port
 from tests.federation_desk import Desk, furthest
 
 PAGE = Path(__file__).parents[1] / "docs" / "federation.md"

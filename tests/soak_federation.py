@@ -1,53 +1,36 @@
 """A federation under fire: real processes, TLS, keys, and SIGKILLs at random. `make soak` runs it; it takes minutes.
 
-Devices, the job's process and the SuperLink are killed in turn at random moments. At the end all rounds were counted,
+Devices and the server are killed in turn at random moments, and started again. At the end all rounds were counted,
 c = sum_i w_i c_i holds, and every device has kept its state.
 """
 
 import argparse
-import os
 import random
-import signal
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 
+from fedcpsl.deployment.job import server_terms
 from fedcpsl.federation.device_store import settle
 from tests.federation_desk import Desk, furthest
 
 
-def processes_of(folder: Path, program: str) -> list[int]:
-    """Processes of a program whose environment names the folder."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                ours = str(folder).encode() in (entry / "environ").read_bytes()
-            except OSError:
-                continue
-            if ours and any(word.endswith(program.encode()) for word in words[:2]):
-                found.append(int(entry.name))
-    return found
-
-
 def kill_something(desk: Desk, rng: random.Random, what: str) -> None:
-    if what == "device":
-        name = rng.choice([n for n in desk.names if desk.processes[n].poll() is None])
-        print(f"{time.strftime('%X')} SIGKILL device {name}", flush=True)
-        desk.processes[name].kill()
-        desk.processes[name].wait()
-        desk.join(name)
+    name = rng.choice(desk.names) if what == "device" else "server"
+    if desk.processes[name].poll() is not None:  # the server has come to its end
         return
-    program = {"app": "flwr-serverapp", "superlink": "flower-superlink"}[what]
-    for pid in processes_of(desk.folder / "server", program):
-        print(f"{time.strftime('%X')} SIGKILL {program} {pid}", flush=True)
-        os.kill(pid, signal.SIGKILL)
+    print(f"{time.strftime('%X')} SIGKILL {name}", flush=True)
+    desk.processes[name].kill()
+    desk.processes[name].wait()
+    if name == "server":
+        desk.serve()
+    else:
+        desk.join(name)
 
 
-def odd_company(folder: Path) -> None:
+def odd_devices(folder: Path) -> None:
     """Devices that join late, leave for good, send NaN or another model's shapes, or whose disk is full."""
     desk = Desk(folder, devices=7, rounds=10, active=5, deadline=30, least=5)
     dev0, dev1, leaver, late, *odd = desk.names
@@ -83,14 +66,15 @@ def odd_company(folder: Path) -> None:
 
 def gap_of(desk: Desk, state) -> float:
     """|c - sum_i w_i c_i|, with every c_i as it is once the device knows what the server counted."""
-    known = {m.name: settle(desk.kept(m.name), m.counted).committed.c for m in state.roster}
+    terms = server_terms(desk.job)
+    known = {m.name: settle(terms, desk.kept(m.name), m.counted, m.factor).committed.c for m in state.roster}
     total = sum(m.samples / state.samples * known[m.name] for m in state.roster)
     return float((state.server.c - total).abs().max())
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--rounds", type=int, default=20)
+    options.add_argument("--rounds", type=int, default=40)
     options.add_argument("--devices", type=int, default=5)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--calm", action="store_true", help="no kills; compare with the simulator instead")
@@ -99,13 +83,13 @@ def main() -> None:
     chosen = options.parse_args()
     if chosen.odd:
         with tempfile.TemporaryDirectory() as folder:
-            odd_company(Path(folder))
+            odd_devices(Path(folder))
         return
     rng = random.Random(chosen.seed)
     with tempfile.TemporaryDirectory() as folder:
         active = chosen.devices if chosen.calm else 3
         desk = Desk(Path(folder), devices=chosen.devices, rounds=chosen.rounds, active=active, deadline=45)
-        kills = [] if chosen.calm else ["device", "app", "superlink"] * 3
+        kills = [] if chosen.calm else ["device", "server"] * 9
         rng.shuffle(kills)
         at = sorted(rng.sample(range(1, chosen.rounds), min(len(kills), chosen.rounds - 1)))
         began = time.monotonic()
@@ -115,7 +99,7 @@ def main() -> None:
                 desk.join(name)
             for round, what in zip(at, kills, strict=False):
                 desk.wait(lambda status, r=round: status["round"] >= r or status["over"], 60 * chosen.minutes)
-                time.sleep(5 * rng.random())
+                time.sleep(0.3 * rng.random())
                 kill_something(desk, rng, what)
             status = desk.wait(lambda status: status["over"], 60 * chosen.minutes)
             desk.processes["server"].wait(60)

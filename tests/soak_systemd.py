@@ -2,7 +2,7 @@
 
 A systemd of its own is started in namespaces of its own, on a copy of this machine's files that is thrown away. There
 a server and two devices are installed and run; the server is killed once. `make soak-systemd` runs it, as root; it
-needs systemd, nginx and the system's own Python of the version that this one has, and takes two minutes or three.
+needs systemd and the system's own Python of the version that this one has, and takes a minute or two.
 """
 
 import json
@@ -24,8 +24,7 @@ ROOT = Path(__file__).parents[1]
 PYTHON = Path("/usr/bin/python3")
 SYSTEMD = Path("/lib/systemd/systemd")
 DEVICES = ("phone-1", "phone-2")
-ROUNDS, LONGEST_S = 4, 150
-PROGRAMS = "fedcpsl flwr flower-superlink flower-supernode flower-superexec flwr-serverapp flwr-clientapp"
+ROUNDS, LONGEST_S = 100, 150
 BOOT = """
 set -e
 mount --make-rprivate /
@@ -57,15 +56,13 @@ mount --make-rshared /
 exec env -i container=other PATH=/usr/sbin:/usr/bin:/sbin:/bin \
     /lib/systemd/systemd --system --unit=multi-user.target --log-target=journal
 """
-INSTALL = f"""
+INSTALL = """
 set -e
 echo '127.0.0.1 fl.example.org' >> /etc/hosts
 /usr/bin/python3 -m venv --without-pip /opt/fedcpsl
 printf '/opt/site\\n/opt/src\\n' > $(echo /opt/fedcpsl/lib/python3*/site-packages)/here.pth
-for each in {PROGRAMS}; do
-    sed '1s|.*|#!/opt/fedcpsl/bin/python3|' "$1"/$each > /opt/fedcpsl/bin/$each
-    chmod 755 /opt/fedcpsl/bin/$each
-done
+sed '1s|.*|#!/opt/fedcpsl/bin/python3|' "$1"/fedcpsl > /opt/fedcpsl/bin/fedcpsl
+chmod 755 /opt/fedcpsl/bin/fedcpsl
 mkdir -p /etc/fedcpsl/keys/devices /srv/fedcpsl
 cp /tmp/stage/*.npz /srv/fedcpsl/
 """
@@ -74,8 +71,8 @@ cp /tmp/stage/*.npz /srv/fedcpsl/
 def say_what_is_missing() -> str | None:
     if os.geteuid() != 0:
         return "make soak-systemd: starts a systemd of its own, so it needs root; run it with sudo"
-    if not SYSTEMD.exists() or shutil.which("nginx") is None or shutil.which("unshare") is None:
-        return "make soak-systemd: needs systemd, unshare and nginx; apt-get install systemd util-linux nginx-light"
+    if not SYSTEMD.exists() or shutil.which("unshare") is None:
+        return "make soak-systemd: needs systemd and unshare; apt-get install systemd util-linux"
     version = subprocess.run([PYTHON, "-c", "import sys; print(*sys.version_info[:2])"], capture_output=True, text=True)
     if version.stdout.split() != [str(n) for n in sys.version_info[:2]]:
         return f"make soak-systemd: needs {PYTHON} of version {sys.version_info[0]}.{sys.version_info[1]}"

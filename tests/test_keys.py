@@ -8,29 +8,31 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
-pytest.importorskip("cryptography", reason="cryptography is not installed: pip install 'fedcpsl[flower]'")
+pytest.importorskip("cryptography", reason="cryptography is not installed: pip install 'fedcpsl[federation]'")
 
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedcpsl.errors import InputError
-from fedcpsl.flower import keys
+from fedcpsl.deployment import certificates, keys
+from fedcpsl.deployment.keyring import KeyRing
+from fedcpsl.deployment.signing import Request, signed_line, signer_of
+from fedcpsl.errors import InputError, RunError
 from tests.command import fedcpsl
 
-PRIVATE = ["ca.key", "server.key", "server.secret", "devices/phone-1"]
+PRIVATE = ["ca.key", "server.key", "devices/phone-1"]
 PUBLIC = ["ca.crt", "server.crt", "devices/phone-1.pub"]
 
 
 @pytest.fixture
 def folder(tmp_path):
     folder = tmp_path / "keys"
-    keys.make_authority(folder)
-    keys.make_server_certificate(folder, ["fl.example.org", "192.0.2.7", "2001:db8::7"])
-    keys.make_secret(folder)
+    certificates.make_authority(folder)
+    certificates.make_server_certificate(folder, ["fl.example.org", "192.0.2.7", "2001:db8::7"])
     keys.make_device_key(folder, "phone-1")
     return folder
 
@@ -44,7 +46,7 @@ def test_what_is_made_and_who_can_read_it(folder):
 
 
 def test_private_files_are_private_under_any_umask(tmp_path):
-    script = "import os, sys, pathlib; os.umask(0); from fedcpsl.flower import keys; "
+    script = "import os, sys, pathlib; os.umask(0); from fedcpsl.deployment import keys; "
     script += "keys.make_device_key(pathlib.Path(sys.argv[1]), 'a')"
     subprocess.run([sys.executable, "-c", script, tmp_path], check=True)
     assert stat.S_IMODE((tmp_path / "devices" / "a").stat().st_mode) == 0o600
@@ -53,9 +55,8 @@ def test_private_files_are_private_under_any_umask(tmp_path):
 @pytest.mark.parametrize(
     ("make", "files"),
     [
-        (keys.make_authority, ["ca.key", "ca.crt"]),
-        (lambda folder: keys.make_server_certificate(folder, ["a"]), ["server.key", "server.crt"]),
-        (keys.make_secret, ["server.secret"]),
+        (certificates.make_authority, ["ca.key", "ca.crt"]),
+        (lambda folder: certificates.make_server_certificate(folder, ["a"]), ["server.key", "server.crt"]),
         (lambda folder: keys.make_device_key(folder, "phone-1"), ["devices/phone-1", "devices/phone-1.pub"]),
     ],
 )
@@ -111,17 +112,17 @@ def test_a_device_trusts_no_other_name_and_no_other_authority(folder, tmp_path):
     with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
         shake_hands(folder, "evil.example.org", folder / "ca.crt")
     with pytest.raises(ssl.SSLCertVerificationError, match="unable to get local issuer"):
-        shake_hands(folder, "localhost", keys.make_authority(tmp_path / "other"))
+        shake_hands(folder, "localhost", certificates.make_authority(tmp_path / "other"))
 
 
 def test_a_server_certificate_signs_nothing_and_the_authority_serves_nothing(folder):
-    server, authority = (keys.read_certificate(folder / name) for name in ("server.crt", "ca.crt"))
-    usages = [each.extensions.get_extension_for_class(keys.x509.KeyUsage).value for each in (server, authority)]
+    server, authority = (certificates.read_certificate(folder / name) for name in ("server.crt", "ca.crt"))
+    usages = [each.extensions.get_extension_for_class(certificates.x509.KeyUsage).value for each in (server, authority)]
     assert [usage.key_cert_sign for usage in usages] == [False, True]
     assert [usage.digital_signature for usage in usages] == [True, False]
 
 
-def test_the_device_key_is_what_flower_wants(folder):
+def test_the_device_key_is_an_openssh_key(folder):
     key = serialization.load_ssh_private_key((folder / "devices" / "phone-1").read_bytes(), password=None)
     public = (folder / "devices" / "phone-1.pub").read_bytes()
     assert isinstance(key, ec.EllipticCurvePrivateKey)
@@ -139,7 +140,7 @@ def test_ssh_reads_the_device_key(folder):
     assert shown.stdout.split()[:2] == (folder / "devices" / "phone-1.pub").read_text().split()[:2]
 
 
-@pytest.mark.parametrize("name", ["", "../x", "a/b", "a b", "-a", ".a", "é", "a\n", "x" * 65, "a.pub", "a;b"])
+@pytest.mark.parametrize("name", ["", "../x", "a/b", "a b", "-a", ".a", "é", "a\n", "x" * 65, "a.pub", "a.new", "a;b"])
 def test_names_that_are_refused(tmp_path, name):
     with pytest.raises(InputError, match="letters, digits"):
         keys.make_device_key(tmp_path, name)
@@ -149,19 +150,19 @@ def test_names_that_are_refused(tmp_path, name):
 @pytest.mark.parametrize("host", ["", "a:8000", "https://a", "a b", "*.example.org", "-a", "a..b", "é.org", "a\n"])
 def test_hosts_that_are_refused(host):
     with pytest.raises(InputError, match="without port"):
-        keys.general_name(host)
+        certificates.general_name(host)
 
 
 @pytest.mark.parametrize("days", [0, -1, 40000])
 def test_lifetimes_that_are_refused(tmp_path, days):
     with pytest.raises(InputError, match="days"):
-        keys.make_authority(tmp_path, days)
+        certificates.make_authority(tmp_path, days)
 
 
 def test_a_certificate_does_not_outlive_its_authority(tmp_path):
-    keys.make_authority(tmp_path, days=10)
-    keys.make_server_certificate(tmp_path, ["a"], days=100)
-    authority, server = (keys.read_certificate(tmp_path / name) for name in ("ca.crt", "server.crt"))
+    certificates.make_authority(tmp_path, days=10)
+    certificates.make_server_certificate(tmp_path, ["a"], days=100)
+    authority, server = (certificates.read_certificate(tmp_path / name) for name in ("ca.crt", "server.crt"))
     assert server.not_valid_after_utc == authority.not_valid_after_utc
 
 
@@ -170,11 +171,11 @@ def test_the_authority_key_must_be_there_and_belong(folder, tmp_path):
     (folder / "server.key").unlink()
     (folder / "ca.key").unlink()
     with pytest.raises(InputError, match=r"ca\.key: is not here; bring it back"):
-        keys.make_server_certificate(folder, ["a"])
-    keys.make_authority(tmp_path / "other")
+        certificates.make_server_certificate(folder, ["a"])
+    certificates.make_authority(tmp_path / "other")
     shutil.copy(tmp_path / "other" / "ca.key", folder)
     with pytest.raises(InputError, match="belong together"):
-        keys.make_server_certificate(folder, ["a"])
+        certificates.make_server_certificate(folder, ["a"])
     assert not (folder / "server.key").exists()
 
 
@@ -209,7 +210,7 @@ def test_the_command_makes_what_is_missing(tmp_path):
     assert "a: ca.crt and devices/a" in first.stdout
     assert "nobody: ca.key" in first.stdout
     folder = tmp_path / "k"
-    end = keys.read_certificate(folder / "server.crt").not_valid_after_utc
+    end = certificates.read_certificate(folder / "server.crt").not_valid_after_utc
     assert timedelta(days=89) < end - datetime.now(UTC) < timedelta(days=90)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -252,4 +253,111 @@ def test_without_cryptography_the_command_says_what_to_install(tmp_path):
     script += "sys.exit(run_command(['keys', 'k', '--server', 'a']))"
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "pip install 'fedcpsl[flower]'" in done.stderr
+    assert "pip install 'fedcpsl[federation]'" in done.stderr
+
+
+ORDER = Request("POST", "/v2/order")
+
+
+def line(folder, name, key=None):
+    return signed_line(f"device/{name}", key or folder / "devices" / name, folder / "ca.crt", time.time(), ORDER)
+
+
+def test_a_revoked_key_is_let_in_no_more(folder):
+    signed = line(folder, "phone-1")
+    assert signer_of(signed, folder, time.time(), ORDER).who == "device/phone-1"
+    public = (folder / "devices" / "phone-1.pub").read_text()
+    keys.revoke_device(folder, "phone-1")
+    with pytest.raises(RunError, match="this key was revoked"):
+        signer_of(signed, folder, time.time(), ORDER)
+    (folder / "devices" / "phone-1.pub").write_text(public)  # somebody puts it back: the key stays revoked
+    with pytest.raises(RunError, match="this key was revoked"):
+        signer_of(signed, folder, time.time(), ORDER)
+    assert keys.revoked_devices(folder) == {"phone-1"}
+    assert keys.forgotten_devices(folder) == set()
+    with pytest.raises(InputError, match="has no key here to revoke; there are: phone-1"):
+        keys.revoke_device(folder, "phone-2")
+
+
+def test_a_device_can_be_given_another_key_after_that(folder):
+    keys.revoke_device(folder, "phone-1", forget=True)
+    (folder / "devices" / "phone-1").unlink()
+    keys.make_device_key(folder, "phone-1")
+    assert signer_of(line(folder, "phone-1"), folder, time.time(), ORDER).who == "device/phone-1"
+    assert keys.revoked_devices(folder) == set()
+    assert keys.forgotten_devices(folder) == {"phone-1"}
+
+
+def test_revoking_first_and_forgetting_later(folder):
+    keys.revoke_device(folder, "phone-1")
+    keys.revoke_device(folder, "phone-1", forget=True)
+    assert keys.forgotten_devices(folder) == {"phone-1"}
+
+
+def test_a_renewed_key_is_let_in_beside_the_old_one_until_it_is_used(folder, tmp_path):
+    said = []
+    ring = KeyRing(folder, tmp_path, said.append)
+    new = keys.renew_device_key(folder, "phone-1")
+    assert stat.S_IMODE(new.stat().st_mode) == 0o600
+    old_line, new_line = line(folder, "phone-1"), line(folder, "phone-1", new)
+    for each in (old_line, old_line, new_line, new_line):
+        assert ring.signer(each, "POST", "/v2/order", "") == "device/phone-1"
+    assert said == ["device 'phone-1': its new key is in use; the one before is let in no more"]
+    for again in (ring, KeyRing(folder, tmp_path, said.append)):  # and after a restart
+        with pytest.raises(RunError, match="this key was renewed"):
+            again.signer(old_line, "POST", "/v2/order", "")
+    with pytest.raises(InputError, match=r"phone-1\.new: is already there"):
+        keys.renew_device_key(folder, "phone-1")
+    with pytest.raises(InputError, match="has no key here to renew"):
+        keys.renew_device_key(folder, "phone-2")
+    keys.revoke_device(folder, "phone-1")
+    for each in (old_line, new_line):
+        with pytest.raises(RunError, match="revoked"):
+            ring.signer(each, "POST", "/v2/order", "")
+
+
+def test_the_ring_says_who_was_refused_once_a_minute(folder, tmp_path):
+    said = []
+    ring = KeyRing(folder, tmp_path, said.append)
+    for _ in range(5):
+        ring.report("10.0.0.7", "fedcpsl device/x\x1b[31m 1 sig", "no key is known")
+    assert said == ["10.0.0.7, as device/x?[31m: refused: no key is known"]
+    assert ring.banned() == set()
+    keys.revoke_device(folder, "phone-1")
+    for _ in range(3):
+        assert ring.banned() == {"phone-1"}
+    assert said[1:] == ["device 'phone-1': its key is revoked; it is shut out, and keeps its weight and its c_i"]
+    (tmp_path / "newest_keys.json").write_text("{")
+    with pytest.raises(RunError, match=r"newest_keys\.json: cannot be read"):
+        KeyRing(folder, tmp_path, said.append)
+
+
+def test_the_server_takes_a_renewed_certificate(folder, tmp_path):
+    said = []
+    ring, context = KeyRing(folder, tmp_path, said.append), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    ring.renew_certificate(context)
+    assert said == []
+    old = (folder / "server.key").read_bytes()
+    for name in ("server.crt", "server.key"):
+        (folder / name).unlink()
+    ring.renew_certificate(context)  # it is being renewed
+    certificates.make_server_certificate(folder, ["fl.example.org"])
+    new = (folder / "server.key").read_bytes()
+    (folder / "server.key").write_bytes(old)
+    ring.renew_certificate(context)
+    assert "the new certificate cannot be used yet" in said[0]
+    (folder / "server.key").write_bytes(new)
+    ring.renew_certificate(context)
+    assert said[1:] == ["server.crt was renewed, and is in use"]
+
+
+def test_the_command_revokes_and_renews(tmp_path):
+    fedcpsl("keys", "k", "--server", "h", "--devices", "a", "b", cwd=tmp_path)
+    done = fedcpsl("keys", "k", "--revoke", "a", "--forget", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "revoked a: a server that uses k lets it in no more, at once; its weight is removed" in done.stdout
+    done = fedcpsl("keys", "k", "--renew", "b", cwd=tmp_path)
+    assert "move it to the device, in place of its key b" in done.stdout
+    for words in (["--forget"], ["--revoke", "nobody"], ["--revoke", "b", "--devices", "c"], ["--renew", "a"]):
+        refused = fedcpsl("keys", "k", *words, cwd=tmp_path)
+        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), words

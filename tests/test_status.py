@@ -8,15 +8,18 @@ import time
 
 import pytest
 
-pytest.importorskip("flwr", reason="flwr is not installed: pip install 'fedcpsl[flower]'")
+pytest.importorskip("cryptography", reason="cryptography is not installed: pip install 'fedcpsl[federation]'")
 
-from fedcpsl.flower.processes import free_port, split_address
-from fedcpsl.flower.status import LATE, OPERATOR, PATH, shown_part
-from fedcpsl.flower.status_client import ask_status
-from fedcpsl.flower.status_server import answering, reply
-
+from fedcpsl.deployment import certificates, keys, signing
+from fedcpsl.deployment.addresses import STATUS as PATH
+from fedcpsl.deployment.addresses import free_port, split_address
+from fedcpsl.deployment.http_server import Front, listening
+from fedcpsl.deployment.keyring import KeyRing
+from fedcpsl.deployment.mailbox import Mailbox
+from fedcpsl.deployment.signing import Request, signer_of
+from fedcpsl.deployment.status import LATE, OPERATOR, shown_part
+from fedcpsl.deployment.status_client import ask_status
 from fedcpsl.errors import InputError, RunError
-from fedcpsl.flower import keys, signing
 
 from .command import fedcpsl
 
@@ -45,17 +48,22 @@ STATUS = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with keys and a status, and the port before that of a server that tells it."""
+    """A folder with keys and a status, and the port of a server that tells it."""
     folder = tmp_path_factory.mktemp("status")
-    keys.make_authority(folder / "keys")
-    keys.make_server_certificate(folder / "keys", ["127.0.0.1"])
+    certificates.make_authority(folder / "keys")
+    certificates.make_server_certificate(folder / "keys", ["127.0.0.1"])
     keys.make_operator_key(folder / "keys")
     for name in ("ann", "bob"):
         keys.make_device_key(folder / "keys", name)
     (folder / "status.json").write_text(json.dumps(STATUS))
-    port = free_port() - 1
-    with answering(folder, folder / "keys", "127.0.0.1", port + 1, print):
+    port = free_port()
+    with answering(folder, folder / "keys", port):
         yield folder, port
+
+
+def answering(folder, keys_folder, port):
+    ring = None if keys_folder is None else KeyRing(keys_folder, folder, print)
+    return listening(Front(folder, Mailbox("", 0), ring, print), keys_folder, "127.0.0.1", port)
 
 
 def ask(place, *words):
@@ -119,7 +127,7 @@ def test_without_a_key_nothing_is_told(place):
 def get(place, method, path, line=None):
     folder, port = place
     trusting = ssl.create_default_context(cafile=folder / "keys" / "ca.crt")
-    connection = http.client.HTTPSConnection("127.0.0.1", port + 1, timeout=10, context=trusting)
+    connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=10, context=trusting)
     try:
         connection.request(method, path, headers={} if line is None else {"Authorization": line})
         answer = connection.getresponse()
@@ -130,7 +138,7 @@ def get(place, method, path, line=None):
 
 def operator_line(place, **changed):
     given = {"who": OPERATOR, "key": place[0] / "keys" / "operator.key", "ca": place[0] / "keys" / "ca.crt"}
-    return signing.signed_line(**given | {"now": time.time()} | changed)
+    return signing.signed_line(**given | {"now": time.time(), "request": Request("GET", PATH)} | changed)
 
 
 def test_nothing_but_reading_the_status_is_answered(place):
@@ -147,7 +155,9 @@ def test_nothing_but_reading_the_status_is_answered(place):
         ("GET", "/", good, 404),
         ("GET", "/status/../../keys/server.key", good, 404),
         ("GET", "/status.json", good, 404),
-        ("POST", "/v1/control/start-run", good, 404),
+        ("GET", f"{PATH}?x=1", good, 404),
+        ("POST", "/v1/control/start-run", good, 426),
+        ("POST", "/v1/fleet/activate-node", good, 426),
     ):
         found, body = get(place, method, path, line)
         assert (found, b"ann" in body, SECRET.encode() in body) == (code, False, False), (method, path, line)
@@ -156,18 +166,21 @@ def test_nothing_but_reading_the_status_is_answered(place):
 def test_a_signature_is_good_for_some_minutes_and_one_federation(place, tmp_path):
     now, folder = time.time(), place[0] / "keys"
     for apart in (-250, 250):
-        assert signing.signer_of(operator_line(place, now=now + apart), folder, now) == "operator"
+        assert signer_of(operator_line(place, now=now + apart), folder, now, Request("GET", PATH)).who == "operator"
     for apart in (-400, 400):
         with pytest.raises(RunError, match="clocks of the two machines"):
-            signing.signer_of(operator_line(place, now=now + apart), folder, now)
-    elsewhere = keys.make_authority(tmp_path)
+            signer_of(operator_line(place, now=now + apart), folder, now, Request("GET", PATH))
+    elsewhere = certificates.make_authority(tmp_path)
     with pytest.raises(RunError, match="no key is known"):
-        signing.signer_of(operator_line(place, ca=elsewhere), folder, now)
+        signer_of(operator_line(place, ca=elsewhere), folder, now, Request("GET", PATH))
+    for other in (Request("POST", PATH), Request("GET", "/v2/order"), Request("GET", PATH, "ab" * 32)):
+        with pytest.raises(RunError, match="no key is known"):
+            signer_of(operator_line(place), folder, now, other)
 
 
 def test_a_server_that_somebody_else_runs_is_not_believed(place, tmp_path):
     (tmp_path / "operator.key").write_bytes((place[0] / "keys" / "operator.key").read_bytes())
-    keys.make_authority(tmp_path)
+    certificates.make_authority(tmp_path)
     shown = fedcpsl("status", f"127.0.0.1:{place[1]}", "--keys", tmp_path, cwd=tmp_path)
     assert (shown.returncode, shown.stdout, shown.stderr.count("\n")) == (1, "", 1)
     assert "the server's certificate is not from the authority in ca.crt" in shown.stderr
@@ -182,14 +195,14 @@ def test_a_dead_server_is_said_to_be(place):
 
 
 def test_on_loopback_without_tls(tmp_path):
-    port = free_port() - 1
-    with answering(tmp_path, None, "127.0.0.1", port + 1, print):
+    port = free_port()
+    with answering(tmp_path, None, port):
         with pytest.raises(RunError, match="its job has not begun yet"):
             ask_status(f"127.0.0.1:{port}", None, None, "")
         (tmp_path / "status.json").write_text(json.dumps(STATUS))
         shown = fedcpsl("status", f"localhost:{port}", "--insecure", "--json", cwd=tmp_path)
         assert json.loads(shown.stdout) == shown_part(STATUS, None)
-        keys.make_authority(tmp_path)
+        certificates.make_authority(tmp_path)
         keys.make_operator_key(tmp_path)
         with pytest.raises(RunError, match="speaks no TLS"):
             ask_status(f"127.0.0.1:{port}", tmp_path / "ca.crt", tmp_path / "operator.key", "operator")
@@ -198,7 +211,7 @@ def test_on_loopback_without_tls(tmp_path):
 
 
 def test_a_silent_client_keeps_nobody_waiting(place):
-    held = [socket.create_connection(("127.0.0.1", place[1] + 1)) for _ in range(5)]
+    held = [socket.create_connection(("127.0.0.1", place[1])) for _ in range(5)]
     try:
         assert get(place, "GET", PATH, operator_line(place))[0] == 200
     finally:
@@ -206,17 +219,22 @@ def test_a_silent_client_keeps_nobody_waiting(place):
             each.close()
 
 
-def test_a_port_that_is_taken_is_said_and_all_goes_on(place):
-    said = []
-    with answering(place[0], None, "127.0.0.1", place[1] + 1, said.append):
-        assert get(place, "GET", PATH)[0] == 401  # the other one still answers
-    assert "the status cannot be asked for there" in said[0]
+def test_a_port_that_is_taken_is_an_error(place):
+    taken = pytest.raises(InputError, match=r"cannot be listened on: .*in use.*; give another --port")
+    with taken, answering(place[0], None, place[1]):
+        raise AssertionError("it listens")
+    assert get(place, "GET", PATH)[0] == 401  # the other one still answers
 
 
 def test_a_status_that_is_not_there_does_not_name_the_folder(tmp_path):
-    code, answer = reply("GET", PATH, "", tmp_path, None)
-    assert code == 503
-    assert str(tmp_path) not in json.dumps(answer)
+    port = free_port()
+    with answering(tmp_path, None, port):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.request("GET", PATH)
+        answer = connection.getresponse()
+        assert answer.status == 503
+        assert str(tmp_path).encode() not in answer.read()
+        connection.close()
 
 
 @pytest.mark.parametrize("server", ["", "host", "host:", ":8443", "host:port", "host:0", "host:65536", "host:٨"])

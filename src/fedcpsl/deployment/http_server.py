@@ -92,11 +92,10 @@ def application(front: Front) -> Any:
 
 def _no_route(front: Front, asked: Asked, routes: Any) -> Refused:
     if asked.path.startswith("/v1/"):
-        front.say(
-            f"{asked.peer} speaks to Flower here ({_printable(asked.path)}): an older fedcpsl, or no device at all"
-        )
+        if front.ring is not None:
+            front.ring.report(asked.peer, "", "it speaks to Flower: an older fedcpsl, or no device at all")
         return Refused(426, OLDER)
-    if any(path == asked.path for _, path in routes):
+    if any(path == asked.path and method != asked.method for method, path in routes):
         return Refused(405, "this path has another method")
     return Refused(404, "there is nothing here")
 
@@ -207,10 +206,6 @@ async def _send(send: Send, reply: Reply, asked: Asked) -> None:
         about.append((b"connection", b"close"))  # whatever else it was going to send is not read
     await send({"type": "http.response.start", "status": reply.code, "headers": about})
     await send({"type": "http.response.body", "body": b"" if asked.method == "HEAD" else reply.content})
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text[:60])
 
 
 class Listener(NamedTuple):

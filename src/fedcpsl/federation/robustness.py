@@ -94,7 +94,7 @@ def too_large(limits: Limits, upload: Upload, rate: float, middle: float, votes:
         return (
             f"it changes the parameters by {change:.3g} each (root mean square); at the start at most {FIRST_CHANGE:g}"
         )
-    if votes > 1 and limits.aggregation != CLIPPED and not rate <= limits.bound * middle:
+    if votes > 1 and not rate <= limits.bound * middle:
         return (
             f"its rate ||update|| / (eta Q~) is {rate:.3g}, more than {limits.bound:g} times the median of {middle:.3g}"
         )

@@ -209,8 +209,11 @@ def _capped(rules: Rules, state: Serving) -> Serving:
 
 
 def _with_offences(state: Serving, judged: Judgement, offenders: set[str]) -> Serving:
-    """The roster with everybody's latest rate; who offends time and again is not asked for some rounds."""
-    events, roster = list(state.events), []
+    """The roster with everybody's latest rate; who offends time and again is not asked for some rounds.
+
+    What was counted of such a device is in c, and not to be trusted either: control variates then start at 0 again.
+    """
+    events, roster, tainted = list(state.events), [], False
     for member in state.roster:
         member = member._replace(rate=judged.rates.get(member.name, member.rate))
         if member.name in offenders:
@@ -218,12 +221,15 @@ def _with_offences(state: Serving, judged: Judgement, offenders: set[str]) -> Se
             if member.offences >= OFFENCES:
                 until = state.round + EXCLUDED
                 member = member._replace(excluded_until=until, offences=OFFENCES - 1)  # and then has one more chance
+                tainted |= member.counted is not None
                 why = state.dropouts.get(member.name, "")
-                events.append(f"device {member.name!r} is not asked before round {until}: {why}")
+                again = "; control variates start at 0 again" if member.counted else ""
+                events.append(f"device {member.name!r} is not asked before round {until + 1}{again}: {why}")
         elif member.name in judged.factors:
             member = member._replace(offences=0)
         roster.append(member)
-    return state._replace(roster=tuple(roster), events=tuple(events))
+    state = state._replace(roster=tuple(roster), events=tuple(events))
+    return restart_control_variates(state) if tainted else state
 
 
 def _admit(terms: Terms, rules: Rules, state: Serving, newcomers: Sequence[Member]) -> Serving:

@@ -32,15 +32,28 @@ def print_status(status: Mapping[str, Any]) -> None:
             str(device["unlabelled"]),
             "-" if counted is None else f"round {counted + 1}",
             "-" if accuracy is None else f"{100 * accuracy:.1f} %",
-            Text(device["problem"] or ("" if device["online"] or status["over"] else "not connected")),
+            Text(_remark(device, over=status["over"])),
         )
     for name, problem in status["strangers"].items():
         table.add_row(Text(name), "-", "-", "-", "-", Text(problem))
     console = Console()
     print_table(table, console)
+    for event in status.get("events", ()):  # the server's own folder has them
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
+        console.print(Text(f"{when} {event['text']}"))
     if status["privacy"]:
         private = status["privacy"]
         console.print(
             f"a device has let go at most {private['updates']} noised updates: epsilon {private['epsilon']:.2f} at "
             f"delta {private['delta']:g}, against everybody, the server too"
         )
+
+
+def _remark(device: Mapping[str, Any], *, over: bool) -> str:
+    """What there is to say of a device, the gravest first."""
+    if device.get("forgotten"):
+        return "forgotten: it has no weight any more"
+    if device.get("excluded_until") is not None:
+        why = f": {device['problem']}" if device["problem"] else ""
+        return f"not asked before round {device['excluded_until'] + 1}{why}"
+    return device["problem"] or ("" if device["online"] or over else "not connected")

@@ -1,0 +1,257 @@
+"""The server's only door: who is not asked is not listened to, and nobody can make it hold what it did not ask for."""
+
+import http.client
+import json
+import socket
+import ssl
+import threading
+import time
+from hashlib import sha256
+
+import pytest
+import torch
+
+pytest.importorskip("cryptography", reason="cryptography is not installed: pip install 'fedcpsl[federation]'")
+
+from fedcpsl.deployment import certificates, http_protocol, keys
+from fedcpsl.deployment.addresses import ANSWER, DIGEST, HEALTH, ORDER, free_port
+from fedcpsl.deployment.http_server import Front, listening
+from fedcpsl.deployment.keyring import KeyRing
+from fedcpsl.deployment.mailbox import GRACE_S, SMALL, Mailbox
+from fedcpsl.deployment.signing import Request, signed_line
+from fedcpsl.deployment.wire import pack, unpack
+from fedcpsl.federation.messages import HELLO, TRAIN, Lost, Message
+
+UPDATE = 4000  # bytes
+
+
+class Place:
+    """A server with keys for ann and bob, and a client that signs."""
+
+    def __init__(self, folder):
+        self.keys, self.said = folder / "keys", []
+        certificates.make_authority(self.keys)
+        certificates.make_server_certificate(self.keys, ["127.0.0.1"])
+        for name in ("ann", "bob"):
+            keys.make_device_key(self.keys, name)
+        self.ring = KeyRing(self.keys, folder, self.said.append)
+        self.mailbox = Mailbox("the job", UPDATE, self.ring.banned)
+        self.port = free_port()
+        self.front = Front(folder, self.mailbox, self.ring, self.said.append)
+
+    def ask(self, path, body=b"", name="ann", headers=None, method="POST", digest=None, signed=True):
+        connection = self.connect()
+        digest = sha256(body).hexdigest() if digest is None else digest
+        request = Request(method, path, digest) if body else Request(method, path)
+        key = self.keys / "devices" / name
+        line = signed_line(f"device/{name}", key, self.keys / "ca.crt", time.time(), request) if signed else "nobody"
+        about = {"Authorization": line} | ({DIGEST: digest} if body else {}) | (headers or {})
+        try:
+            connection.request(method, path, body, about)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    def connect(self):
+        trusting = ssl.create_default_context(cafile=self.keys / "ca.crt")
+        return http.client.HTTPSConnection("127.0.0.1", self.port, timeout=30, context=trusting)
+
+    def offer(self, kind=TRAIN, names=("ann",), deadline=20.0):
+        """Orders for some devices, in a thread; what comes of them is in the list that is given back."""
+        orders = {name: Message({"run": "r", "round": 1, "attempt": 0, "kind": kind}, {}) for name in names}
+        found = []
+        thread = threading.Thread(target=lambda: found.extend(self.mailbox.send(orders, deadline)), daemon=True)
+        thread.start()
+        return thread, found
+
+
+@pytest.fixture
+def place(tmp_path):
+    place = Place(tmp_path)
+    with listening(place.front, place.keys, "127.0.0.1", place.port):
+        yield place
+
+
+def answer_of(size=1000, **header):
+    about = {"run": "r", "round": 1, "attempt": 0, "kind": TRAIN} | header
+    return pack(Message(about, {"delta": torch.zeros(size)}))
+
+
+def test_an_order_and_its_answer(place):
+    thread, found = place.offer()
+    code, order = place.ask(ORDER)
+    assert (code, unpack(order, "it").job) == (200, "the job")
+    again = unpack(place.ask(ORDER)[1], "it")  # as often as it is asked for
+    assert again == unpack(order, "it")
+    assert place.ask(ANSWER, answer_of())[0] == 204
+    thread.join(10)
+    ((name, message),) = found
+    assert (name, message.header["kind"], len(message.tensors["delta"])) == ("ann", TRAIN, 1000)
+    assert place.mailbox.present() == ["ann"]
+    assert place.ask(ANSWER, answer_of())[0] == 409  # it is not awaited any more
+
+
+def test_an_order_is_given_as_soon_as_it_is_there(place):
+    found = []
+    asking = threading.Thread(target=lambda: found.append((place.ask(ORDER), time.monotonic())))
+    asking.start()
+    while place.mailbox.present() != ["ann"]:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    began = time.monotonic()
+    thread, _ = place.offer()
+    asking.join(10)
+    (answer, at), *_ = found
+    assert answer[0] == 200
+    assert at - began < 2
+    place.ask(ANSWER, answer_of())
+    thread.join(10)
+
+
+def test_a_request_without_a_key_is_refused_before_its_body_is_read(place):
+    thread, found = place.offer(deadline=8)
+    for signed, name in ((False, "ann"), (True, "bob")):  # nobody, and somebody who was not asked
+        connection = place.connect()
+        request = Request("POST", ANSWER, "ab" * 32)
+        line = signed_line(f"device/{name}", place.keys / "devices" / name, place.keys / "ca.crt", time.time(), request)
+        connection.putrequest("POST", ANSWER)
+        connection.putheader("Authorization", line if signed else "x")
+        connection.putheader(DIGEST, "ab" * 32)
+        connection.putheader("Content-Length", str(1 << 40))
+        connection.endheaders()
+        answer = connection.getresponse()  # not a byte of the body was sent
+        assert answer.status == (409 if signed else 401)
+        assert answer.getheader("Connection") == "close"
+        connection.close()
+    assert place.ask(ANSWER, answer_of())[0] == 204
+    thread.join(10)
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(("kind", "most"), [(TRAIN, UPDATE + SMALL), (HELLO, SMALL)])
+def test_an_answer_larger_than_what_was_asked_for_is_refused_before_it_is_read(place, kind, most):
+    thread, found = place.offer(kind)
+    connection = place.connect()
+    request = Request("POST", ANSWER, "ab" * 32)
+    line = signed_line("device/ann", place.keys / "devices" / "ann", place.keys / "ca.crt", time.time(), request)
+    connection.putrequest("POST", ANSWER)
+    for name, value in {"Authorization": line, DIGEST: "ab" * 32, "Content-Length": str(most + 1)}.items():
+        connection.putheader(name, value)
+    connection.endheaders()
+    assert connection.getresponse().status == 413
+    connection.close()
+    thread.join(10)
+    assert found == [("ann", Lost(f"its answer has {most + 1} bytes where at most {most} are taken", fault=True))]
+
+
+def test_a_body_without_a_length_is_refused(place):
+    thread, _ = place.offer(deadline=3)
+    connection = place.connect()
+    request = Request("POST", ANSWER, "ab" * 32)
+    line = signed_line("device/ann", place.keys / "devices" / "ann", place.keys / "ca.crt", time.time(), request)
+    connection.request(
+        "POST", ANSWER, iter([b"x"] * 3), {"Authorization": line, DIGEST: "ab" * 32}, encode_chunked=True
+    )
+    assert connection.getresponse().status == 411
+    connection.close()
+    thread.join(10)
+
+
+@pytest.mark.parametrize(
+    ("body", "digest", "words"),
+    [
+        (answer_of(), "ab" * 32, "is not what was signed"),
+        (b"not a message", None, "not a message of fedcpsl"),
+        (pack(Message({}, {}))[:-1] + b"\0", None, "not"),
+    ],
+)
+def test_an_answer_that_is_none_is_a_fault(place, body, digest, words):
+    thread, found = place.offer()
+    code, said = place.ask(ANSWER, body, digest=digest)
+    assert (code, words in json.loads(said)["problem"]) == (400, True)
+    thread.join(10)
+    ((_, lost),) = found
+    assert lost.fault
+
+
+def test_an_answer_to_an_earlier_order_is_late_and_the_new_order_stays(place):
+    thread, found = place.offer()
+    assert place.ask(ANSWER, answer_of(round=0))[0] == 409
+    assert place.ask(ANSWER, answer_of())[0] == 204
+    thread.join(10)
+    assert found[0][1].header["round"] == 1
+
+
+def test_who_is_revoked_is_shut_out_at_once(place):
+    """Also where it waits for an order at that moment, and where the server waits for its answer."""
+    waiting = []
+    asking = threading.Thread(target=lambda: waiting.append(place.ask(ORDER)))
+    asking.start()
+    while place.mailbox.present() != ["ann"]:
+        time.sleep(0.05)
+    keys.revoke_device(place.keys, "ann")
+    thread, found = place.offer(deadline=30)
+    thread.join(10)
+    asking.join(10)
+    assert found == [("ann", Lost("its key was revoked"))]
+    assert waiting[0][0] == 401
+    assert place.ask(ORDER)[0] == 401
+    assert place.mailbox.present() == []
+    assert any("its key is revoked; it is shut out" in text for text in place.said)
+    assert any("as device/ann: refused: this key was revoked" in text for text in place.said)
+
+
+def test_there_is_nothing_else(place):
+    for method, path in (
+        ("GET", "/"),
+        ("POST", "/"),
+        ("POST", "/v2/order/"),
+        ("POST", "/v2/orders"),
+        ("POST", "/v2/order?x=1"),
+        ("POST", "/v2/../v2/answer"),
+        ("GET", "/docs"),
+        ("GET", "/openapi.json"),
+    ):
+        assert place.ask(path, method=method)[0] == 404, path
+    assert place.ask(ORDER, method="GET")[0] == 405
+    for path in ("/v1/control/start-run", "/v1/fleet/activate-node", "/v1/runtime/acquire-task", "/v1/x"):
+        code, said = place.ask(path)
+        assert code == 426
+        assert "runs no Flower app" in json.loads(said)["problem"]
+    assert place.ask(HEALTH, method="GET", signed=False) == (200, b'{"protocol": 2}')
+
+
+def test_silent_connections_are_closed(place, monkeypatch):
+    monkeypatch.setattr(http_protocol, "FIRST_LINES_S", 0.5)
+    trusting = ssl.create_default_context(cafile=place.keys / "ca.crt")
+    with (
+        socket.create_connection(("127.0.0.1", place.port), timeout=10) as plain,
+        trusting.wrap_socket(plain, server_hostname="127.0.0.1") as silent,
+    ):
+        silent.sendall(b"POST /v2/order HT")
+        silent.settimeout(10)
+        assert silent.recv(1) == b""
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_after_a_start_devices_have_time_to_connect():
+    clock = Clock()
+    mailbox = Mailbox("", 0, clock=clock)
+    found, order = [], {"ann": Message({"kind": HELLO}, {})}
+    thread = threading.Thread(target=lambda: found.extend(mailbox.send(order, 1000)), daemon=True)
+    thread.start()
+    thread.join(1)
+    assert found == []
+    clock.now = GRACE_S + 1
+    thread.join(10)
+    assert found == [("ann", Lost("it is not connected"))]
+    clock.now = 0.0
+    late = list(mailbox.send(order, 0.0))
+    assert late == []  # time was up: the loop says that it did not answer
