@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-.PHONY: demo test soak soak-calm soak-hosts soak-systemd flower-app check lint docs notebooks bench bench-cifar bench-devices bench-processes bench-gpu bench-peers bench-federation uplink large-table clean
+.PHONY: demo test soak soak-calm soak-hosts soak-systemd flower-app check lint docs notebooks bench bench-cifar bench-devices bench-processes bench-gpu bench-peers bench-federation hostile uplink large-table clean
 
 demo: .venv/ready
 	$(BIN)/fedcpsl run
@@ -75,6 +75,10 @@ flower-app: .venv/ready-dev
 
 bench-federation: .venv/ready-dev
 	@$(BIN)/python benchmarks/federation.py
+
+# what hostile devices do, and what each kind of aggregation leaves of it
+hostile: .venv/ready
+	@$(BIN)/python benchmarks/hostile_devices.py --out docs/results/hostile
 
 uplink: .venv/ready
 	@$(BIN)/python benchmarks/uplink.py

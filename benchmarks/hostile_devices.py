@@ -1,12 +1,13 @@
 """What hostile devices do to a federation, and what each kind of aggregation leaves of it.
 
-    python benchmarks/hostile_devices.py [--hostile 0 1 2 3] [--seeds 5] [--out FOLDER]
+    python benchmarks/hostile_devices.py [--hostile 0 1 2 3] [--times -10] [--seeds 5] [--out FOLDER]
 
 Ten devices share the digits, three classes each, a tenth of the labels; all are active in every round. A hostile device
-trains as the others do and sends -10 times its update. Everything is as on real devices, messages and states on disk
-too, but that they are in one process. What is told is of the honest devices alone: the accuracy of the global model on
-all their test samples, and of their own models, each on its own. FedCPSL as it is by default; with `trimmed` and
-`median` control variates are off.
+trains as the others do and sends -10 times its update, or as many times as --times says. Everything is as on real
+devices, messages and states on disk too, but that they are in one process. What is told is of the honest devices alone:
+the accuracy of the global model on all their test samples, and of their own models, each on its own. FedCPSL as it is
+by default; with `trimmed` and `median` control variates are off. A federation that cannot go on is judged as it then
+is, and counted.
 
 With --honest it prints how far apart the rates ||update|| / (eta Q~) of honest devices are, which the bound must allow.
 """
@@ -23,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from fedcpsl import Algorithm, Data, Run, Work, load_federation, mlp, prepare
+from fedcpsl.errors import RunError
 from fedcpsl.federation import Message, Participant, Rules, serve, terms_of
 from fedcpsl.federation.device_store import load_kept
 from fedcpsl.federation.holdings import holdings_of
@@ -32,7 +34,7 @@ from fedcpsl.federation.messages import TRAIN
 from fedcpsl.federation.robustness import AGGREGATIONS, BY_COORDINATE, Limits, lower_median
 from fedcpsl.runs.manifest import cpu_name, git_commit
 
-DEVICES, ROUNDS, TIMES = 10, 30, -10.0
+DEVICES, ROUNDS = 10, 30
 ROWS = (*AGGREGATIONS, "clipped, no control variates")
 
 
@@ -41,6 +43,7 @@ class Hostile(NamedTuple):
 
     inner: Loopback
     names: frozenset[str]
+    times: float
 
     def present(self) -> list[str]:
         return self.inner.present()
@@ -48,7 +51,7 @@ class Hostile(NamedTuple):
     def send(self, messages: Mapping[str, Message], deadline: float) -> Iterator[tuple[str, Message]]:
         for name, reply in self.inner.send(messages, deadline):
             spoilt = name in self.names and isinstance(reply, Message) and reply.header["kind"] == TRAIN
-            yield name, Message(reply.header, {"delta": reply.tensors["delta"] * TIMES}) if spoilt else reply
+            yield name, Message(reply.header, {"delta": reply.tensors["delta"] * self.times}) if spoilt else reply
 
 
 class Outcome(NamedTuple):
@@ -56,10 +59,11 @@ class Outcome(NamedTuple):
 
     global_accuracy: float
     personal_accuracy: float
+    ended: bool  # before its last round
 
 
-def federate(aggregation: str, hostile: int, seed: int, folder: Path) -> Outcome:
-    """One federation, from its first round to its last."""
+def federate(aggregation: str, hostile: int, times: float, seed: int, folder: Path) -> Outcome:
+    """One federation, from its first round to its last, or to where it cannot go on."""
     data = Data(dataset="digits", devices=DEVICES, classes_per_device=3, partition="classes")
     rule, _, switch = aggregation.partition(", ")
     off = {"control_variates": False} if switch or rule in BY_COORDINATE else {}
@@ -77,18 +81,23 @@ def federate(aggregation: str, hostile: int, seed: int, folder: Path) -> Outcome
     }
     bad = frozenset(list(devices)[:hostile])
     rules = Rules(ROUNDS, seed, deadline=60.0, least=DEVICES, limits=Limits(aggregation=rule))
-    *_, state = serve(terms_of(setup), rules, folder / "server", Hostile(Loopback(devices), bad))
+    ended = False
+    try:
+        for state in serve(terms_of(setup), rules, folder / "server", Hostile(Loopback(devices), bad, times)):
+            last = state
+    except RunError:
+        ended = True
     right_global = right = tests = 0
     own = []
     for name in sorted(set(devices) - bad):
         device, kept = devices[name], load_kept(devices[name].folder)
         x, y = device.holdings.x_test, device.holdings.y_test
-        guessed = device.terms.method.network.log_probabilities(state.server.theta, x).argmax(-1)
+        guessed = device.terms.method.network.log_probabilities(last.server.theta, x).argmax(-1)
         right_global, tests = right_global + int((guessed == y).sum()), tests + len(y)
         mixed = log_predictions(device.terms, kept.theta, kept.committed.theta_lc, x).argmax(-1)
         right = int((mixed == y).sum())
         own.append(right / len(y))
-    return Outcome(right_global / tests, statistics.mean(own))
+    return Outcome(right_global / tests, statistics.mean(own), ended)
 
 
 def mean_and_spread(values: list[float]) -> str:
@@ -132,6 +141,7 @@ def print_honest_spread(seeds: int) -> None:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--hostile", type=int, nargs="+", default=[0, 1, 2, 3])
+    options.add_argument("--times", type=float, default=-10.0, help="what a hostile device multiplies its update by")
     options.add_argument("--seeds", type=int, default=5)
     options.add_argument("--aggregations", nargs="+", choices=ROWS, default=ROWS)
     options.add_argument("--out", type=Path, help="a folder for hostile_devices.csv")
@@ -150,13 +160,16 @@ def main() -> None:
             found = []
             for seed in range(chosen.seeds):
                 with tempfile.TemporaryDirectory() as folder:
-                    found.append(federate(aggregation, hostile, seed, Path(folder)))
+                    found.append(federate(aggregation, hostile, chosen.times, seed, Path(folder)))
                 lines.append([aggregation, hostile, seed, found[-1].global_accuracy, found[-1].personal_accuracy])
-            cells["global"].append(mean_and_spread([each.global_accuracy for each in found]))
+            ended = sum(each.ended for each in found)
+            note = f" ({ended} of {len(found)} ended)" if ended else ""
+            cells["global"].append(mean_and_spread([each.global_accuracy for each in found]) + note)
             cells["personal"].append(mean_and_spread([each.personal_accuracy for each in found]))
         for model, row in cells.items():
             print(f"| `{aggregation}` | {model} | {' | '.join(row)} |", flush=True)
-    print(f"{chosen.seeds} seeds, {ROUNDS} rounds, {cpu_name()}, {date.today()}, commit {git_commit()}")
+    print(f"{chosen.times:g} times the update, {chosen.seeds} seeds, {ROUNDS} rounds")
+    print(f"{cpu_name()}, {date.today()}, commit {git_commit()}")
     if chosen.out:
         chosen.out.mkdir(parents=True, exist_ok=True)
         with (chosen.out / "hostile_devices.csv").open("w", newline="") as file:

@@ -18,53 +18,19 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tests.federation_desk import Desk, furthest
+from tests.hosts import SERVER, hosts, inside, missing
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
-SERVER, SPACE = "10.213.77.1", "fedcpsl-"
 NAMES = ("ward-3", "ward-7")
 FEDCPSL = [sys.executable, "-m", "fedcpsl"]
-ROUNDS, LONGEST_S = 2, 240
-BRIDGE = "net0"
+ROUNDS, LONGEST_S = 60, 240
 
 
 def say_what_is_missing() -> str | None:
-    if os.geteuid() != 0:
-        return "make soak-hosts: makes network namespaces, so it needs root; run it with sudo"
-    lacking = [name for name in ("ip", "nginx") if shutil.which(name) is None]
-    return f"make soak-hosts: needs {' and '.join(lacking)}; apt-get install iproute2 nginx-light" if lacking else None
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
-
-
-def inside(host: str) -> list[str]:
-    return ["ip", "netns", "exec", f"{SPACE}{host}"]
-
-
-@contextmanager
-def hosts(*devices: str) -> Iterator[None]:
-    """A namespace for the server with a bridge, and one for each device with a link to it; all gone afterwards."""
-    made = []
-    try:
-        for host in ("server", *devices):
-            ip("netns", "add", f"{SPACE}{host}")
-            made.append(host)
-            subprocess.run([*inside(host), "ip", "link", "set", "lo", "up"], check=True)
-        server = ["-n", f"{SPACE}server"]
-        ip(*server, "link", "add", BRIDGE, "type", "bridge")
-        ip(*server, "address", "add", f"{SERVER}/24", "dev", BRIDGE)
-        ip(*server, "link", "set", BRIDGE, "up")
-        for i, device in enumerate(devices):
-            there = ["-n", f"{SPACE}{device}"]
-            ip(*server, "link", "add", f"to{i}", "type", "veth", "peer", "name", "eth0", "netns", f"{SPACE}{device}")
-            ip(*server, "link", "set", f"to{i}", "master", BRIDGE, "up")
-            ip(*there, "address", "add", f"10.213.77.{10 + i}/24", "dev", "eth0")
-            ip(*there, "link", "set", "eth0", "up")
-        yield
-    finally:
-        for host in made:
-            ip("netns", "delete", f"{SPACE}{host}")
+    if shutil.which("nginx") is None:
+        return "make soak-hosts: needs nginx; apt-get install nginx-light"
+    problem = missing()
+    return f"make soak-hosts: {problem}" if problem else None
 
 
 @contextmanager
@@ -158,9 +124,9 @@ def look_from_outside(folder: Path, machines: dict[str, Path]) -> None:
 
 
 def main() -> None:
-    missing = say_what_is_missing()
-    if missing:
-        sys.exit(missing)
+    problem = say_what_is_missing()
+    if problem:
+        sys.exit(problem)
     with tempfile.TemporaryDirectory() as folder:
         try_it(Path(folder))
 

@@ -131,7 +131,7 @@ ELSEWHERE = {  # pages whose commands are run by other tests, or need what no te
     "algorithm.md": "tests/test_new_algorithm.py",
     "benchmarks.md": "minutes long, on the machine that is named there",
     "cli.md": "tests/test_doctor.py and tests/test_shell.py",
-    "federation.md": "tests/test_federation_processes.py and `make flower-app`",
+    "federation.md": "tests/test_outsiders.py, tests/test_federation_processes.py and `make flower-app`",
     "index.md": "`make` alone",
 }
 NOT_HERE = {  # commands that have tests of their own

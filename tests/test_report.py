@@ -475,6 +475,24 @@ def test_names_cannot_write_into_the_page(run, desk):
     assert "&lt;script&gt;alert" in page
 
 
+@pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
+def test_a_script_that_got_into_the_page_does_not_run(run, tmp_path):
+    """By every way that a name could take, were it ever written into the page as it is."""
+    attacks = "<script>document.title = 'in'</script><img src='x' onerror=\"document.title = 'in'\">"
+    attacks += "<script src='https://example.org/x.js'></script><iframe src='https://example.org'></iframe>"
+    attacks += "<a id='link' href=\"javascript:document.title = 'in'\">here</a>"
+    page = tmp_path / "page.html"
+    page.write_text((run / "report.html").read_text().replace("<footer>", f"{attacks}<footer>"))
+    with Browser(tmp_path / "profile") as browser:
+        browser.open(page.as_uri())
+        browser.value("document.querySelector('#link').click()")
+        browser.value("fetch('https://example.org/').then(() => 1, () => 0)")
+        assert browser.value("document.title") != "in"
+        assert browser.value("document.querySelectorAll('figure.chart .plot svg .line').length") > 0  # ours runs
+        refused = [text for text in browser.complaints if "Content Security Policy" in text]
+    assert len(refused) >= 5, refused
+
+
 def test_long_runs_of_many_lines_stay_small(run, desk):
     shutil.copytree(run, desk / "huge")
     names, full = [f"telephone number {i}" for i in range(60)], [[1000] * 40] * 60

@@ -92,6 +92,11 @@ def test_the_page_and_its_news_are_for_this_machine_alone(run, tmp_path, watchin
     for path in ("models.safetensors", "../../etc/passwd", "config.toml"):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             watch.get(path)
+    with urllib.request.urlopen(watch.address) as answer:
+        policy = answer.headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert policy.endswith("frame-ancestors 'none'")
+    assert "unsafe-eval" not in policy
     connection = http.client.HTTPConnection("127.0.0.1", port)
     connection.request("GET", "/", headers={"Host": "elsewhere.example"})  # as after DNS rebinding
     assert connection.getresponse().status == 403

@@ -50,11 +50,11 @@ def _app(parsed: argparse.Namespace) -> int:  # noqa: ARG001
 def _demo(parsed: argparse.Namespace) -> int:
     if not 2 <= parsed.devices <= 50 or parsed.rounds < 1:
         raise InputError("--devices, --rounds: give 2 to 50 devices and at least 1 round")
-    from fedcpsl.cli.serve import say_status
+    from fedcpsl.cli.serve import status_sayer
     from fedcpsl.deployment.demo import prepare_demo, run_demo
     from fedcpsl.report.federation import print_status
 
     names = prepare_demo(parsed.folder, parsed.devices, parsed.rounds)
-    print_status(run_demo(parsed.folder, names, say_status))
+    print_status(run_demo(parsed.folder, names, status_sayer()))
     print(f"the job, the keys, each device's data and state, and all logs are in {parsed.folder}")
     return 0

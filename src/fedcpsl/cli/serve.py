@@ -5,7 +5,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def _serve(parsed: argparse.Namespace) -> int:
 
     logging.basicConfig(level=logging.ERROR, format="fedcpsl: %(message)s")
     os.umask(0o077)
-    serve_job(parsed.job, Place(parsed.folder, keys, parsed.host, parsed.port), _say, say_status, parsed.back_to)
+    serve_job(parsed.job, Place(parsed.folder, keys, parsed.host, parsed.port), _say, status_sayer(), parsed.back_to)
     _print(_read(parsed.folder))
     return 0
 
@@ -72,21 +73,33 @@ def _say(text: str) -> None:
     print(f"fedcpsl: {text}", file=sys.stderr, flush=True)
 
 
-def say_status(status: Mapping[str, Any]) -> None:
-    """One line for every turn."""
+def status_sayer() -> Callable[[Mapping[str, Any]], None]:
+    """Says one line for every turn, and a line that has not changed once."""
+    last = [""]
+
+    def say(text: str) -> None:
+        if text != last[0]:
+            _say(text)
+        last[0] = text
+
+    return partial(_say_status, say)
+
+
+def _say_status(say: Callable[[str], None], status: Mapping[str, Any]) -> None:
     if status["waiting_for"]:
-        return _say(f"waiting for {status['waiting_for']} more devices")
+        more = f"{status['waiting_for']} more device{'s' * (status['waiting_for'] > 1)}"
+        return say("; ".join([f"waiting for {more}", *status["strangers"].values()]))
     known = [d["accuracy"] for d in status["devices"] if d["accuracy"] is not None]
     mean = f", mean accuracy {100 * sum(known) / len(known):.1f} % of {len(known)} devices" if known else ""
     for problem in [d["problem"] for d in status["devices"] if d["problem"]] + list(status["strangers"].values()):
-        _say(problem)
+        say(problem)
     for event in status["events"]:
         if event["time"] >= status["updated"] - 1:
-            _say(event["text"])
+            say(event["text"])
     done = "all rounds are done" if status["over"] else f"round {status['round']} of {status['rounds']}"
     private = status["privacy"]
     spent = f", epsilon {private['epsilon']:.2f} at delta {private['delta']:g}" if private else ""
-    return _say(f"{done}{mean}{spent}")
+    return say(f"{done}{mean}{spent}")
 
 
 def _read(folder: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 from fedcpsl.errors import InputError, RunError
-from fedcpsl.report.page import html_page, told_of
+from fedcpsl.report.page import content_security_policy, html_page, told_of
 from fedcpsl.report.sections import Parts, all_charts, parts_of, title_of
 from fedcpsl.report.story import runs_in, try_story
 from fedcpsl.report.tables import embedded
@@ -152,6 +152,8 @@ def _handler(tell: Callable[[], News]) -> type[BaseHTTPRequestHandler]:
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
             self.send_header("Cache-Control", "no-store")
             self.send_header("X-Content-Type-Options", "nosniff")
+            self.send_header("Content-Security-Policy", f"{content_security_policy()}; frame-ancestors 'none'")
+            self.send_header("Referrer-Policy", "no-referrer")
             if status is not HTTPStatus.NO_CONTENT:
                 self.send_header("Content-Length", str(len(raw)))
             self.end_headers()

@@ -1,7 +1,9 @@
 """One self-contained HTML page about runs, readable offline, light and dark, on paper, and with no script too."""
 
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from functools import cache
+from hashlib import sha256
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -58,7 +60,8 @@ def html_page(title: str, parts: Parts, told: Mapping[str, Any]) -> str:
         for tag in ["header" if name == "head" else "section"]
     )
     return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{content_security_policy()}"><meta name="viewport" content="width=device-width, initial-scale=1">
 {GENERATOR} {fedcpsl.__version__}"><link rel="icon" href="data:,">
 <title>{escape(title)} · fedcpsl</title><style>{asset("page.css")}</style></head><body><main>
 {sections}
@@ -66,6 +69,19 @@ def html_page(title: str, parts: Parts, told: Mapping[str, Any]) -> str:
 <script id="told" type="application/json">{embedded(told)}</script>
 <script>{asset("page.js")}</script></body></html>
 """
+
+
+@cache
+def content_security_policy() -> str:
+    """The page's own script alone may run, and speak to nobody but who served the page; nothing else is loaded.
+
+    Styles may stand in attributes: the marks of a chart have their places there, and a style cannot act.
+    """
+    script = b64encode(sha256(asset("page.js").encode()).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'sha256-{script}'; style-src 'unsafe-inline'; img-src data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'"
+    )
 
 
 @cache
