@@ -446,7 +446,7 @@ def test_numbers_of_the_page_are_those_of_the_code():
 
     text = PAGE.read_text()
     assert f"more than {BOUND:g} times the median is refused" in text
-    assert f"more than {SAMPLES_BOUND:g} times the median of all" in text
+    assert f"more than {SAMPLES_BOUND:g} times the median of all, and a third of all weight" in text
     assert f"`trimmed` cuts at each end ({Limits().trim:g})" in text
     assert f"of which too few can be counted ({Rules(1, 0, 1.0).attempts})" in text
     assert KEPT == 5

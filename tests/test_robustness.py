@@ -118,6 +118,9 @@ def test_sample_counts_that_are_not_believed():
     others = [member("a", 100), member("b", 120), member("c", 90)]
     assert too_many_samples(Limits(), member("d", 2000), others) is None  # 20 times the lower median of 100
     assert "'d' says it has 2400 samples, more than 20 times" in too_many_samples(Limits(), member("d", 2400), others)
+    many = [member(f"m{i}", 100) for i in range(99)]  # a third of 9,900 + x is x = 4,950
+    assert too_many_samples(Limits(), member("d", 4950), many) is None
+    assert "33% of all" in too_many_samples(Limits(), member("d", 4951), many)
     assert too_many_samples(Limits(largest_samples=10**6), member("d", 10**6), others) is None
     assert "largest_samples is 50" in too_many_samples(Limits(largest_samples=50), member("d", 51), others)
     assert too_many_samples(Limits(), member("a", 1 << 52), []) is None  # nobody to compare with
@@ -238,7 +241,7 @@ def test_a_late_joiner_cannot_take_all_the_weight(tmp_path):
         transport = Hostile(fresh, many, names)
         states = list(serve(terms_of(setup), rules(setup, least=4), folder / "server", transport))
         assert [m.name for m in states[-1].roster] == [name for name in devices if name not in names]
-        assert "would outweigh the others" in states[2].dropouts[names[0]]
+        assert "it would outweigh the others" in states[2].dropouts[names[0]]
     late = participants(setup, tmp_path / "late")
     present, transport = [], Hostile(late, many, ("phone-4",))
     transport.present = lambda: list(late)[: 5 if len(present) > 2 else 4]

@@ -23,7 +23,8 @@ NONE, BOUNDED, CLIPPED, TRIMMED, MEDIAN = AGGREGATIONS = ("none", "bounded", "cl
 BY_COORDINATE = (TRIMMED, MEDIAN)  # in these an update has no share that its device could be told: c and c_i stay 0
 BOUND = 30.0  # times the median rate
 FIRST_CHANGE = 10.0  # of each parameter, root mean square: the bound while there is nobody to compare with
-SAMPLES_BOUND = 20.0  # times the median count
+SAMPLES_BOUND = 20.0  # times the median count, for a device that would have
+LARGEST_SHARE = 1 / 3  # of all weight, or more
 
 
 class Limits(NamedTuple):
@@ -33,7 +34,7 @@ class Limits(NamedTuple):
     bound: float = BOUND  # an update whose rate is larger than this many times the median is refused
     trim: float = 0.3  # of the updates at each end that `trimmed` leaves out, number by number
     largest_norm: float = 0.0  # of an update; 0: as `bound` has it
-    largest_samples: int = 0  # that a device may say it has; 0: some times the others' median
+    largest_samples: int = 0  # that a device may say it has; 0: by the others' counts
 
 
 class Judgement(NamedTuple):
@@ -132,10 +133,12 @@ def too_many_samples(limits: Limits, newcomer: Member, others: Sequence[Member])
         if count <= limits.largest_samples:
             return None
         return f"device {newcomer.name!r} says it has {count} samples where largest_samples is {limits.largest_samples}"
-    middle = lower_median([count, *(m.samples for m in others if not m.forgotten)])
-    if count <= SAMPLES_BOUND * middle:
+    counts = [count, *(m.samples for m in others if not m.forgotten)]
+    middle = lower_median(counts)
+    if count <= SAMPLES_BOUND * middle or count <= LARGEST_SHARE * sum(counts):
         return None
     return (
         f"device {newcomer.name!r} says it has {count} samples, more than {SAMPLES_BOUND:g} times the median of "
-        f"{middle}, and would outweigh the others; where that is true, set [federation] largest_samples"
+        f"{middle} and {count / sum(counts):.0%} of all: it would outweigh the others; where that is true, set "
+        "[federation] largest_samples"
     )
