@@ -391,3 +391,22 @@ def test_hello_tells_sizes_once(tmp_path):
     list(rounds(transport, read_job(JOB, "job.toml"), tmp_path))
     kinds = [message.header["kind"] for name, message in transport.seen if name == "ann"]
     assert kinds == [HELLO, TRAIN, TRAIN, "end"]
+
+
+def test_a_device_keeps_the_states_of_some_runs_only(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("fedcpsl.deployment.device_process.MOST_RUNS", 2)
+    handler = Handler(owner(tmp_path))
+    kinds = []
+    for run in ("r1", "r2", "r3", "r1"):
+        order = good_order(run=run)
+        kinds.append(answer_to(handler, order.header, JOB, order.tensors).header["kind"])
+    assert kinds[:3] == [TRAIN, TRAIN, REFUSAL]
+    assert "holds the states of 2 runs" in caplog.text
+
+
+def test_what_the_server_writes_cannot_steer_a_terminal(tmp_path, caplog):
+    text = JOB.replace("least = 2", 'least = 2\n"lea\\u001B[2Jst" = 3')
+    said = answer_to(Handler(owner(tmp_path)), {"run": "r", "round": 0, "attempt": 0}, text).header
+    assert said["kind"] == REFUSAL
+    assert "\x1b" not in caplog.text
+    assert "no such setting" in caplog.text

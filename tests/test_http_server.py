@@ -165,6 +165,7 @@ def test_a_body_without_a_length_is_refused(place):
         (b"not a message", None, "not a message of fedcpsl"),
         (pack(Message({}, {}))[:-1] + b"\0", None, "not"),
     ],
+    ids=["another digest", "no message", "a broken message"],
 )
 def test_an_answer_that_is_none_is_a_fault(place, body, digest, words):
     thread, found = place.offer()
@@ -255,3 +256,30 @@ def test_after_a_start_devices_have_time_to_connect():
     clock.now = 0.0
     late = list(mailbox.send(order, 0.0))
     assert late == []  # time was up: the loop says that it did not answer
+
+
+def test_a_fault_of_ours_is_said_and_not_told(place, monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError("in /srv/secret")
+
+    monkeypatch.setattr(place.mailbox, "next_order", fail)
+    code, said = place.ask(ORDER)
+    assert (code, json.loads(said)) == (500, {"problem": "the server failed; its log says how"})
+    assert any("POST /v2/order failed: ZeroDivisionError: in /srv/secret" in text for text in place.said)
+
+
+def test_tls_is_of_this_day(place):
+    for version, name in ((ssl.TLSVersion.TLSv1_2, "TLSv1.2"), (ssl.TLSVersion.TLSv1_3, "TLSv1.3")):
+        trusting = ssl.create_default_context(cafile=place.keys / "ca.crt")
+        trusting.minimum_version = trusting.maximum_version = version
+        with (
+            socket.create_connection(("127.0.0.1", place.port), timeout=10) as plain,
+            trusting.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
+        ):
+            assert secured.version() == name
+            assert "GCM" in secured.cipher()[0] or "CHACHA20" in secured.cipher()[0]
+    weak = ssl.create_default_context(cafile=place.keys / "ca.crt")
+    weak.maximum_version = ssl.TLSVersion.TLSv1_2
+    weak.set_ciphers("AES128-SHA:ECDHE-ECDSA-AES128-SHA")
+    with socket.create_connection(("127.0.0.1", place.port), timeout=10) as plain, pytest.raises(ssl.SSLError):
+        weak.wrap_socket(plain, server_hostname="127.0.0.1")

@@ -361,3 +361,27 @@ def test_the_command_revokes_and_renews(tmp_path):
     for words in (["--forget"], ["--revoke", "nobody"], ["--revoke", "b", "--devices", "c"], ["--renew", "a"]):
         refused = fedcpsl("keys", "k", *words, cwd=tmp_path)
         assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), words
+
+
+def test_a_key_with_a_comment_of_its_own_is_revoked_by_the_files_name(folder):
+    public = folder / "devices" / "phone-1.pub"
+    public.write_text(" ".join([*public.read_text().split()[:2], "nurse@laptop"]) + "\n")
+    keys.revoke_device(folder, "phone-1")
+    assert keys.revoked_devices(folder) == {"phone-1"}
+    (folder / "revoked").write_text((folder / "revoked").read_text() + "by h@nd\n")
+    assert keys.revoked_devices(folder) == {"phone-1"}
+
+
+def test_keys_that_cannot_be_read_keep_everybody_as_it_was(folder, tmp_path):
+    said = []
+    ring = KeyRing(folder, tmp_path, said.append)
+    keys.revoke_device(folder, "phone-1")
+    assert ring.banned() == {"phone-1"}
+    (folder / "revoked").unlink()
+    (folder / "revoked").mkdir()
+    assert ring.banned() == {"phone-1"}
+    assert "revoked: cannot be read" in said[-1]
+    (folder / "forgotten").mkdir()
+    assert ring.forgotten() == set()
+    with pytest.raises(RunError):
+        ring.signer(line(folder, "phone-1"), "POST", "/v2/order", "")

@@ -24,3 +24,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     spelt = {k.lower(): k for k in known}
     near = get_close_matches(name.lower(), spelt, n=1, cutoff=0.5)
     return f"did you mean {spelt[near[0]]!r}?" if near else f"known: {', '.join(known)}"
+
+
+def printable(text: object, most: int = 1000) -> str:
+    """What somebody else wrote, fit for one line of a log or a terminal: no line breaks, no escape sequences."""
+    return "".join(c if c.isprintable() else "?" for c in str(text)[:most])

@@ -19,7 +19,7 @@ from fedcpsl.data.sources import load_source
 from fedcpsl.deployment.conditions import Conditions, reason_to_decline
 from fedcpsl.deployment.job import Job, fitted, message_bytes, read_job, setup_for, stand_in, terms_for
 from fedcpsl.deployment.wire import About, Packet, pack, unpack
-from fedcpsl.errors import InputError, RunError
+from fedcpsl.errors import InputError, RunError, printable
 from fedcpsl.federation.device import Participant, refusal, respond
 from fedcpsl.federation.holdings import holdings_of
 from fedcpsl.federation.messages import TRAIN, Message
@@ -31,6 +31,7 @@ from fedcpsl.simulation.shelf import normalise
 LOG = logging.getLogger("fedcpsl")
 UNFIT = "its data does not fit the job, or its folder cannot be used; its own log says why"
 SERVER = "the server's message"
+MOST_RUNS = 100  # whose states a device keeps
 Clock = Callable[[], float]
 
 
@@ -59,6 +60,8 @@ def participant_for(owner: DeviceConfig, job: Job, run: str) -> Participant:
     setup = setup_for(job, federation)
     make_folder(owner.folder, private=True)
     folder = owner.folder / run
+    if not folder.exists() and sum(1 for _ in owner.folder.iterdir()) >= MOST_RUNS:
+        raise InputError(f"{owner.folder}: holds the states of {MOST_RUNS} runs; remove those that are not needed")
     make_folder(folder, private=True)
     write_whole(folder / "job.toml", job.text, private=True)  # so that its model can be used without the server
     protection = strictest(owner.protection, job.protection)
@@ -137,7 +140,7 @@ class Handler:
             try:
                 self._ready = (text, run), participant_for(self._owner, job, run)
             except (InputError, RunError) as error:  # its text may name files and classes, and quote samples
-                LOG.warning("%s", error)
+                LOG.warning("%s", printable(error))
                 return refusal(asked, UNFIT)
         reason = reason_to_decline(self._owner.conditions) if asked.header.get("kind") == TRAIN else None
         if reason:
@@ -150,6 +153,6 @@ class Handler:
             try:
                 self._job = read_job(text, "the server's job")
             except InputError as error:
-                LOG.warning("%s", error)
+                LOG.warning("%s", printable(error))
                 return refusal(asked, str(error))
         return self._job

@@ -21,7 +21,7 @@ from fedcpsl.deployment.keyring import KeyRing
 from fedcpsl.deployment.mailbox import Mailbox
 from fedcpsl.deployment.status import DEVICE, OPERATOR, read_status, shown_part
 from fedcpsl.deployment.wire import unpack
-from fedcpsl.errors import InputError, RunError
+from fedcpsl.errors import InputError, RunError, printable
 from fedcpsl.federation.messages import PROTOCOL, Lost, Message
 
 SILENCE_S = 60.0  # in the middle of a body
@@ -85,6 +85,9 @@ def application(front: Front) -> Any:
             reply = await route(front, asked, receive)
         except Refused as refused:
             reply = _told(refused.code, {"problem": refused.problem})
+        except Exception as error:  # a fault of ours: said here, and not told to who asked
+            front.say(f"{peer}: {asked.method} {printable(asked.path, 80)} failed: {type(error).__name__}: {error}")
+            reply = _told(500, {"problem": "the server failed; its log says how"})
         await _send(send, reply, asked)
 
     return answer
@@ -244,6 +247,7 @@ def listening(front: Front, keys: Path | None, host: str, port: int) -> Iterator
         timeout_graceful_shutdown=1,
         ssl_certfile=None if keys is None else keys / "server.crt",
         ssl_keyfile=None if keys is None else keys / "server.key",
+        ssl_ciphers="ECDHE+AESGCM:ECDHE+CHACHA20",
     )
     try:
         config.load()

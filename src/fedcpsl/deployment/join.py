@@ -18,7 +18,7 @@ from fedcpsl.deployment.device_process import SERVER, DeviceConfig, Handler
 from fedcpsl.deployment.status import DEVICE
 from fedcpsl.deployment.status_client import tls_problem
 from fedcpsl.deployment.wire import Packet, finish, read_about
-from fedcpsl.errors import InputError, RunError
+from fedcpsl.errors import InputError, RunError, printable
 from fedcpsl.runs.files import make_folder
 
 ANSWER_S = 120.0  # without a byte from the server
@@ -128,7 +128,7 @@ def _exactly(response: HTTPResponse, count: int) -> bytes:
 
 def _refusal(response: HTTPResponse) -> str:
     """What a server says that gives no order, in words that tell what to do."""
-    said = "".join(c if c.isprintable() else " " for c in response.read(4 * LONGEST_PROBLEM).decode(errors="replace"))
+    said = printable(response.read(4 * LONGEST_PROBLEM).decode(errors="replace"))
     if response.status == 401:
         return f"does not let this device in: {said[:LONGEST_PROBLEM]}"
     if response.status == 404 and "problem" not in said:

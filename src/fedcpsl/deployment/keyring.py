@@ -10,7 +10,7 @@ from pathlib import Path
 from fedcpsl.deployment.keys import accepted_keys, forgotten_devices, revoked_devices
 from fedcpsl.deployment.signing import Request, signer_of
 from fedcpsl.deployment.status import DEVICE
-from fedcpsl.errors import InputError, RunError
+from fedcpsl.errors import InputError, RunError, printable
 from fedcpsl.runs.files import write_whole
 
 AGAIN_S = 60.0  # before the same refusal is said again
@@ -45,8 +45,12 @@ class KeyRing:
             return False
 
     def banned(self) -> set[str]:
-        """The devices that were shut out; a new one is said."""
-        found = revoked_devices(self._keys)
+        """The devices that were shut out; a new one is said. Where that cannot be read, it is as it was."""
+        try:
+            found = revoked_devices(self._keys)
+        except RunError as error:
+            self.report("keys", "", str(error))
+            return self._banned or set()
         with self._lock:
             for name in sorted(found - (self._banned or set())):
                 self._say(f"device {name!r}: its key is revoked; it is shut out, and keeps its weight and its c_i")
@@ -54,12 +58,17 @@ class KeyRing:
         return found
 
     def forgotten(self) -> set[str]:
-        return forgotten_devices(self._keys)
+        """The devices whose weight is to be removed; none where that cannot be read, until it can."""
+        try:
+            return forgotten_devices(self._keys)
+        except RunError as error:
+            self.report("keys", "", str(error))
+            return set()
 
     def report(self, peer: str, line: str, problem: str) -> None:
         """Say that a request was refused; the same one once a minute."""
         words = line.split()
-        who = "".join(c if c.isprintable() else "?" for c in words[1][:80]) if len(words) > 1 else "nobody"
+        who = printable(words[1], 80) if len(words) > 1 else "nobody"
         text, now = f"{peer}, as {who}: refused: {problem}", time.monotonic()
         with self._lock:
             if now - self._reported.get(text, -AGAIN_S) < AGAIN_S or len(self._reported) >= MOST_REPORTS:
@@ -90,7 +99,10 @@ class KeyRing:
             if newest in accepted and accepted.index(key) < accepted.index(newest):
                 raise RunError("this key was renewed, and its successor is in use")
             self._newest[name] = key
-            write_whole(self._file, json.dumps(self._newest, indent=1), private=True)
+            try:
+                write_whole(self._file, json.dumps(self._newest, indent=1), private=True)
+            except RunError as error:  # it holds until a restart
+                self._say(str(error))
         if newest is not None:
             self._say(f"device {name!r}: its new key is in use; the one before is let in no more")
 

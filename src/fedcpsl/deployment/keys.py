@@ -81,7 +81,7 @@ def revoke_device(folder: Path, name: str, *, forget: bool = False) -> None:
     listed = folder / "revoked"
     if not public_path.exists() and not (forget and name in {line.split()[-1] for line in _lines(listed)}):
         raise InputError(f"device {name!r}: has no key here to revoke; {_known(folder)}")
-    _add_lines(listed, _lines(public_path))  # from here on it is shut out
+    _add_lines(listed, [f"{_key_of(line)} {name}" for line in _lines(public_path)])  # from here on it is shut out
     if forget:
         _add_lines(folder / "forgotten", [name])
     public_path.unlink(missing_ok=True)
@@ -101,7 +101,8 @@ def revoked_keys(folder: Path) -> list[str]:
 
 def revoked_devices(folder: Path) -> set[str]:
     """The devices that have had a key revoked, and have no other."""
-    return {name for line in _lines(folder / "revoked") if not accepted_keys(folder, name := line.split()[-1])}
+    named = {line.split()[-1] for line in _lines(folder / "revoked")}
+    return {name for name in named if _NAME.fullmatch(name) and not accepted_keys(folder, name)}
 
 
 def forgotten_devices(folder: Path) -> set[str]:

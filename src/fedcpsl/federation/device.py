@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fedcpsl.algorithm import Broadcast, Device, Upload, map_tensors
-from fedcpsl.errors import InputError, RunError
+from fedcpsl.errors import InputError, RunError, printable
 from fedcpsl.federation.device_store import Kept, Pending, load_kept, opened, restarted, save_kept, settle
 from fedcpsl.federation.holdings import Holdings
 from fedcpsl.federation.local_round import Clock, first_labels, log_predictions, train
@@ -45,7 +45,7 @@ def respond(participant: Participant, message: Message, clock: Clock = time.mono
     try:
         return answer_message(answer(participant, read_order(message, participant.terms), clock))
     except RunError as error:
-        LOG.warning("%s", error)
+        LOG.warning("%s", printable(error))
         reason = str(error).replace(str(participant.folder), "its folder")
         return refusal(message, reason)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from fedcpsl.errors import RunError
+from fedcpsl.errors import RunError, printable
 from fedcpsl.federation.terms import Terms, digest
 
 PROTOCOL = 2
@@ -272,5 +272,4 @@ def _turn(header: Mapping[str, Any], who: str) -> Turn:
 
 
 def _short(text: object) -> str:
-    """What somebody else wrote, fit for one line of a log."""
-    return "".join(c if c.isprintable() else "?" for c in str(text)[:LONGEST_REASON])
+    return printable(text, LONGEST_REASON)
