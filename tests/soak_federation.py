@@ -56,6 +56,7 @@ def odd_devices(folder: Path) -> None:
     assert late in [member.name for member in state.roster]
     assert len(state.roster) == 7
     assert {m.name for m in state.roster if m.counted is None} == {n for n, kind in kinds.items() if kind != "full"}
+    assert state.epoch == 0  # nobody was hostile, so control variates went on
     for words in ("delta has numbers that are not finite", "delta has shape", "No space left on device"):
         line = next(line for line in said.splitlines() if words in line)
         print(line)

@@ -1,6 +1,7 @@
 """What a newcomer tried: each once gave a wrong result, a traceback or a misleading line."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -44,10 +45,11 @@ def test_categories_are_labels():
     assert Federation.from_frame(table, label="kind", device="phone").class_names == ("cat", "dog")
 
 
-def test_words_that_look_like_nothing_are_classes(tmp_path):
+def test_words_that_look_like_nothing_are_classes_on_request(tmp_path):
     (tmp_path / "m.csv").write_text("a,kind,phone\n1,NA,x\n2,EU,x\n3,null,x\n4,,x\n5,NA,x\n6,EU,x\n")
-    federation = load_federation(Data(file=str(tmp_path / "m.csv"), label="kind", device_column="phone"), 0)
-    assert federation.class_names == ("EU", "NA", "null")
+    asked = Data(file=str(tmp_path / "m.csv"), label="kind", device_column="phone")
+    assert load_federation(asked, 0).class_names == ("EU",)
+    assert load_federation(replace(asked, missing_labels="class"), 0).class_names == ("EU", "NA", "null")
 
 
 @pytest.mark.parametrize(
@@ -142,9 +144,9 @@ BAD = {
     "late joiners": (["run", "--set", "work.joiners=1", "--set", "work.join_round=9"], "work.join_round = 9"),
     "no device column": (["run", "--data", "m.csv", "--label", "kind"], "who holds which row"),
     "one column twice": (["run", "--data", "m.csv", "--label", "kind", "--device-column", "kind"], "named twice"),
-    "words as features": (
+    "words among numbers": (
         ["run", "--data", "w.csv", "--label", "kind", "--device-column", "phone"],
-        "column 'city' has",
+        "column 'city' has 'Oslo' in row 1, not a number: mend it, encode it, or leave it out (--drop)",
     ),
 }
 
@@ -156,7 +158,7 @@ def desk(tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text("def make(:\n")
     (tmp_path / "failing.py").write_text("def make(shape, classes):\n    raise KeyError('x')\n")
     (tmp_path / "m.csv").write_text("a,kind,phone\n1,u,x\n2,v,y\n")
-    (tmp_path / "w.csv").write_text("city,kind,phone\nOslo,u,x\nRome,v,y\n")
+    (tmp_path / "w.csv").write_text("city,kind,phone\nOslo,u,x\n7,v,y\n")
     assert run_command(["data", *QUICK[2:4], "--save", "hand.npz"]) == 0
     with np.load("hand.npz") as arrays:
         np.savez("hand.npz", **{**dict(arrays), "role": np.full(len(arrays["role"]), 9, np.int8)})

@@ -120,6 +120,8 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "--data-dir": "data.dir",
         "--label": "data.label",
         "--device-column": "data.device_column",
+        "--test-column": "data.test_column",
+        "--drop": "data.drop",
         "--devices": "data.devices",
         "--partition": "data.partition",
         "--labelled": "data.labelled",

@@ -30,6 +30,10 @@ class Data:
     label: str = text("", "the column of a table that is the label; empty there means unlabelled")
     device_column: str = text("", "the column of a table that says which device holds the row")
     test_column: str = text("", "the column of a table that marks test rows with 1 or true")
+    drop: str = text("", "columns of a table to leave out, separated by commas; #2 is the second")
+    missing_labels: str = choice(
+        "unlabelled", "labels such as NA, null, none, ? and unknown: no label, or a class", "unlabelled", "class"
+    )
     devices: int = whole(20, "how many devices share a data set that has none of its own", 1)
     partition: str = choice(
         AUTO,

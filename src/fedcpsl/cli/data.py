@@ -47,6 +47,7 @@ def _data(parsed: argparse.Namespace) -> int:
     federation = in_memory(whole, console)
     print_table(split_table(federation), console)
     print_table(class_picture(federation), console)
+    print(f"inputs of shape {list(whole.shape)}{_channels(whole.shape)}")
     print(f"split sha256 {whole.digest}")
     if parsed.save and source:
         if resolved.split:
@@ -59,3 +60,12 @@ def _data(parsed: argparse.Namespace) -> int:
         write_whole(parsed.picture, split_picture(federation))
         print(f"picture  {parsed.picture.resolve().as_uri()}")
     return 0
+
+
+def _channels(shape: tuple[int, ...]) -> str:
+    """What a model takes the numbers of an input for."""
+    if len(shape) == 2:
+        return f": {shape[0]} channels of {shape[1]} times"
+    if len(shape) == 3:
+        return f": {shape[0]} channels of {shape[1]} x {shape[2]} pixels"
+    return ""

@@ -8,12 +8,13 @@ from fedcpsl import config
 from fedcpsl.data.archive import read_archive
 from fedcpsl.data.federation import Federation, Source, array_source, federate
 from fedcpsl.data.named import NAMED
+from fedcpsl.data.notes import note_classes, note_inputs, note_roles
 from fedcpsl.data.ondemand import OnDemand
 from fedcpsl.data.partition import by_classes, by_dirichlet, by_quantity, by_shards, iid
-from fedcpsl.data.roles import Shares
+from fedcpsl.data.roles import LABELLED, TEST, Shares
 from fedcpsl.data.split import reuse_split
 from fedcpsl.data.synthetic import synthetic
-from fedcpsl.data.tables import TABLE_FILES, Columns, read_table
+from fedcpsl.data.tables import Choices, Columns, is_table, read_table
 from fedcpsl.errors import InputError, did_you_mean
 
 DATASETS = (*NAMED, "synthetic", "own")
@@ -31,9 +32,13 @@ def load_federation(data: config.Data, seed: int, source: Source | None = None) 
         return reuse_split(Path(data.split), source, normalise=normalise)
     placed = place(source, data, seed)
     try:
-        return federate(placed, shares(data), normalise=normalise, seed=seed)
+        federation = federate(placed, shares(data), normalise=normalise, seed=seed)
     except InputError as error:
         raise InputError(f"{data.file}: {error}" if data.file else str(error)) from error
+    if data.file:
+        roles = federation.role
+        note_roles(Path(data.file).name, federation.y, roles == LABELLED, roles == TEST, federation.class_names)
+    return federation
 
 
 def resolve(data: config.Data) -> config.Data:
@@ -69,14 +74,16 @@ def load_source(data: config.Data) -> Source:
         from fedcpsl.data.images import read_image_folder
 
         return read_image_folder(path)
-    if path.suffix.lower() in TABLE_FILES:
+    if is_table(path):
         if not path.exists():
             raise InputError(f"{path}: no such file")
         if not data.label:
             raise InputError(f"{path}: which column is the label? Say it with --label COLUMN")
         if data.partition == "natural" and not data.device_column and not data.split:
             raise InputError(f"{path}: {WHO}")
-        return read_table(path, Columns(data.label, data.device_column, data.test_column))
+        dropped = tuple(name.strip() for name in data.drop.split(",")) if data.drop else ()
+        choices = Choices(dropped, missing_is_class=data.missing_labels == "class")
+        return read_table(path, Columns(data.label, data.device_column, data.test_column), choices)
     if path.suffix in (".npz", ".npy") or not path.exists():
         return read_npz(path, devices_needed=data.partition == "natural" and not data.split)
     raise InputError(f"{path}: give an .npz, .csv, .tsv or .parquet file, or a folder of images")
@@ -116,9 +123,12 @@ def read_npz(path: Path, *, devices_needed: bool) -> Source:
         if name not in arrays:
             raise InputError(f"{path}: has no array {name!r} (it has {', '.join(arrays) or 'none'}); add it")
     try:
-        return array_source(arrays["x"], arrays["y"], arrays.get("device"), arrays.get("test"))
+        source = array_source(arrays["x"], arrays["y"], arrays.get("device"), arrays.get("test"))
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
+    note_inputs(path.name, source.x)
+    note_classes(path.name, source.class_names)
+    return source
 
 
 def data_folders(given: str) -> list[Path]:

@@ -1,8 +1,7 @@
 """Tables: CSV and Parquet files, pandas, polars and Arrow frames. A row is a sample, a column a feature."""
 
 import csv
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,10 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcpsl.data.csv_files import batches_of, check_words, header_of, is_number, kind_of, not_a_number
 from fedcpsl.data.federation import Source
-from fedcpsl.data.texts import coded, in_order, merged
+from fedcpsl.data.notes import is_missing, note, note_classes, note_columns, note_inputs
+from fedcpsl.data.table_rows import Table, table_of
+from fedcpsl.data.texts import in_order, merged
 from fedcpsl.errors import InputError, did_you_mean
-from fedcpsl.progress import track
 
 TABLE_FILES = (".csv", ".tsv", ".parquet")
 TRUE, FALSE = ("1", "true", "yes"), ("0", "false", "no", "")
@@ -27,16 +28,35 @@ class Columns(NamedTuple):
     test: str = ""
 
 
-def read_table(path: Path, columns: Columns) -> Source:
+class Choices(NamedTuple):
+    """What else was decided about a table."""
+
+    drop: tuple[str, ...] = ()  # columns that are left out; #2 is the second
+    missing_is_class: bool = False  # whether NA, null, ? and the like are classes
+
+
+AS_IT_IS = Choices()
+
+
+def is_table(path: Path) -> bool:
+    return kind_of(path) in TABLE_FILES
+
+
+def read_table(path: Path, columns: Columns, choices: Choices = AS_IT_IS) -> Source:
     """A CSV or Parquet file, read piece by piece."""
     with _readable(path):
-        return _source(*_open(path, columns), columns)
+        return _read(
+            path,
+            columns,
+            lambda names, words, batches: _source(names, words, batches, columns, choices, path.name),
+            choices,
+        )
 
 
 def column_names(path: Path) -> list[str]:
     """All columns of a file, in its order."""
     with _readable(path):
-        return _names(_parquet_names(path)) if _is_parquet(path) else _header(path)
+        return _names(_parquet_names(path)) if _is_parquet(path) else _names(header_of(path))
 
 
 class Rows(NamedTuple):
@@ -48,27 +68,43 @@ class Rows(NamedTuple):
 
 def read_rows(path: Path, features: Sequence[str], columns: Columns) -> Rows:
     """A file with the features of training, in any order; of `columns`, the label is read and the others left out."""
-    names = column_names(path)
     with _readable(path):
-        _check_features(names, features, columns)
+        names = column_names(path)
         there = Columns(*(name if name in names else "" for name in columns))
-        x, labels, rows = [], list[Any](), 0
-        for batch in _open(path, there)[1]:
-            x.append(_features(batch, list(features), rows))
-            if there.label:
-                labels.append(coded(batch.column(there.label)))
-            rows += batch.num_rows
-        if rows == 0:
-            raise InputError("the table is empty: it has no rows")
-        if not there.label:
-            return Rows(_joined(x), None)
-        codes, texts = merged(labels)
-        return Rows(_joined(x), [texts[code] if code >= 0 else "" for code in codes.tolist()])
+        wanted = set(_without_categories(features, names))
+        dropped = tuple(name for name in names if name not in wanted and (not name or name not in columns))
+
+        def read(names: list[str], words: list[str], batches: Iterable[Any]) -> Rows:
+            table = table_of(names, words, batches, there)
+            if not there.label:
+                return Rows(_as_trained(table, features), None)
+            codes, texts = merged(table.texts[there.label])
+            label = [texts[code] if code >= 0 and not is_missing(texts[code]) else "" for code in codes.tolist()]
+            return Rows(_as_trained(table, features), label)
+
+        _check_features(names, wanted, columns, dropped)
+        return _read(path, there, read, Choices())
 
 
-def _check_features(names: list[str], features: Sequence[str], columns: Columns) -> None:
-    missing = [name for name in features if name not in names]
-    unknown = [name for name in names if name not in features and name not in columns]
+def _without_categories(features: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The columns that features were made of: column=value came of a column of words."""
+    known = set(names)
+    return [name if name in known or "=" not in name else name.partition("=")[0] for name in features]
+
+
+def _as_trained(table: Table, features: Sequence[str]) -> NDArray[np.float32]:
+    """The features of training, in their order; a word that training did not have is refused."""
+    trained, made = set(features), dict(zip(table.features, range(len(table.features)), strict=True))
+    for name in table.features:
+        if name not in trained:
+            column, _, value = name.partition("=")
+            raise InputError(f"column {column!r} has {value!r}, which the model was not trained on")
+    nothing = np.zeros(len(table.x), np.float32)
+    return np.stack([table.x[:, made[name]] if name in made else nothing for name in features], 1)
+
+
+def _check_features(names: list[str], features: set[str], columns: Columns, unknown: Sequence[str]) -> None:
+    missing = sorted(name for name in features if name not in names and name not in columns)
     if missing:
         near = f"; {did_you_mean(missing[0], unknown)}" if unknown else ""
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -93,15 +129,15 @@ def _readable(path: Path) -> Iterator[None]:
 
 def _in_words(error: Exception, path: Path) -> str:
     """What went wrong, with the column's name where pyarrow counts columns from 0."""
-    found = re.search(r"In CSV column #(\d+): (?:Row #(\d+): )?.* invalid value '(.*)'", str(error))
+    found = not_a_number(error)
     if found:
-        number, row, value = found.groups()
-        where = f" in row {int(row) - 1}" if row else ""
-        return f"column {_header(path)[int(number)]!r} has {value!r}{where}, not a number: encode it, or leave it out"
+        where = f" in row {found.row}" if found.row else ""
+        name = header_of(path)[found.column]
+        return f"column {name!r} has {found.value!r}{where}, not a number: mend it, encode it, or leave it out (--drop)"
     return f"cannot be read as a table: {' '.join(str(error).split())}; write it again"
 
 
-def frame_source(frame: Any, columns: Columns) -> Source:
+def frame_source(frame: Any, columns: Columns, choices: Choices = AS_IT_IS) -> Source:
     """A pandas, polars or Arrow table."""
     arrow = _arrow("a frame")
     if isinstance(frame, dict) or not (hasattr(frame, "__arrow_c_stream__") or hasattr(frame, "__dataframe__")):
@@ -113,7 +149,8 @@ def frame_source(frame: Any, columns: Columns) -> Source:
             )  # a shuffled frame's row numbers are no feature
         else:
             table = arrow.table(frame)
-        return _source(_names(table.schema.names), table.to_batches(), columns)
+        names = _names(table.schema.names)
+        return _source(names, _words(table.schema, columns), table.to_batches(), columns, choices, "the frame")
     except (arrow.ArrowException, TypeError, ValueError) as error:
         raise InputError(f"the frame cannot be read: {' '.join(str(error).split())}") from error
 
@@ -126,12 +163,58 @@ def _arrow(what: str) -> Any:
     return pyarrow
 
 
-def _open(path: Path, columns: Columns) -> tuple[list[str], Iterable[Any]]:
-    return _open_parquet(path) if _is_parquet(path) else _open_csv(path, columns)
+Use = Callable[[list[str], list[str], Iterable[Any]], Any]  # of columns, those of words, and rows piece by piece
+
+
+def _read(path: Path, columns: Columns, use: Use, choices: Choices) -> Any:
+    """What `use` makes of a file's rows. A column with a cell that is no number is read again as words."""
+    import pyarrow as pa
+
+    if _is_parquet(path):
+        from pyarrow.parquet import ParquetFile
+
+        file = ParquetFile(path)
+        names = _names(file.schema_arrow.names)
+        return use(names, _words(file.schema_arrow, columns), file.iter_batches(batch_size=1 << 16))
+    names = _names(header_of(path))
+    _check_columns(names, columns)  # before a device's name is taken for a number
+    texts, dropped = {name for name in columns if name}, set(_dropped(names, choices))
+    words: list[str] = []
+    while True:
+        try:
+            return use(names, words, batches_of(path, names, texts | dropped | set(words)))
+        except pa.ArrowInvalid as error:
+            found = not_a_number(error)
+            if found is None or names[found.column] in words or is_number(found.value) or not found.value.strip():
+                raise
+            words.append(names[found.column])
+            check_words(path, names, words[-1])
+
+
+def _words(schema: Any, columns: Columns) -> list[str]:
+    """The columns of words of a table that knows its types, but for those that are no features."""
+    import pyarrow as pa
+
+    def of_words(kind: Any) -> bool:
+        return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_dictionary(kind)
+
+    return [field.name for field in schema if of_words(field.type) and (not field.name or field.name not in columns)]
+
+
+def _dropped(names: Sequence[str], choices: Choices) -> list[str]:
+    """The columns that are left out, by name or by number."""
+    found = []
+    for drop in choices.drop:
+        number = drop[1:] if drop.startswith("#") and drop not in names else ""
+        name = names[int(number) - 1] if number.isdigit() and 0 < int(number) <= len(names) else drop
+        if name not in names:
+            raise InputError(f"has no column {drop!r} (--drop); {did_you_mean(drop, names)}")
+        found.append(name)
+    return found
 
 
 def _is_parquet(path: Path) -> bool:
-    return path.suffix.lower() == ".parquet"
+    return kind_of(path) == ".parquet"
 
 
 def _parquet_names(path: Path) -> list[str]:
@@ -141,41 +224,6 @@ def _parquet_names(path: Path) -> list[str]:
     return names
 
 
-def _open_parquet(path: Path) -> tuple[list[str], Iterable[Any]]:
-    from pyarrow.parquet import ParquetFile
-
-    file = ParquetFile(path)
-    return _names(file.schema_arrow.names), file.iter_batches(batch_size=1 << 16)
-
-
-def _open_csv(path: Path, columns: Columns) -> tuple[list[str], Iterable[Any]]:
-    """Features are read as numbers from the first row to the last; nothing is guessed from the first rows."""
-    import pyarrow as pa
-    from pyarrow import csv as arrow_csv
-
-    names = _header(path)
-    _check_columns(names, columns)  # before a device's name is taken for a number
-    texts = {name for name in columns if name}
-    types = {name: pa.string() if name in texts else pa.float32() for name in names}
-    convert = arrow_csv.ConvertOptions(column_types=types, null_values=[""], strings_can_be_null=True)
-    parse = arrow_csv.ParseOptions(delimiter=_delimiter(path), newlines_in_values=False)
-    return names, arrow_csv.open_csv(
-        path, read_options=arrow_csv.ReadOptions(block_size=8 << 20), parse_options=parse, convert_options=convert
-    )
-
-
-def _header(path: Path) -> list[str]:
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        names = next(csv.reader(file, delimiter=_delimiter(path)), [])
-    if not names:
-        raise InputError("the file is empty: give a header with the columns' names, then a row per sample")
-    return _names(names)
-
-
-def _delimiter(path: Path) -> str:
-    return "\t" if path.suffix.lower() == ".tsv" else ","
-
-
 def _names(names: Sequence[str]) -> list[str]:
     twice = [name for i, name in enumerate(names) if name in names[:i]]
     if twice:
@@ -183,23 +231,15 @@ def _names(names: Sequence[str]) -> list[str]:
     return list(names)
 
 
-def _source(names: list[str], batches: Iterable[Any], columns: Columns) -> Source:
+def _source(
+    names: list[str], words: Sequence[str], batches: Iterable[Any], columns: Columns, choices: Choices, where: str
+) -> Source:
     _check_columns(names, columns)
-    features = [name for name in names if name not in columns]
-    if not features:
-        raise InputError("has no feature columns: all its columns are label, device or test")
-    x: list[NDArray[np.float32]] = []
-    texts: dict[str, list[Any]] = {name: [] for name in columns if name}
-    rows = 0
-    for batch in track(batches, "reading rows"):
-        x.append(_features(batch, features, rows))
-        for name, parts in texts.items():
-            parts.append(coded(batch.column(name)))
-        rows += batch.num_rows
-    if rows == 0:
-        raise InputError("the table is empty: it has no rows")
-    y, class_names = _labels(*merged(texts[columns.label]), columns.label)
-    source = Source(_joined(x), y, class_names, features=tuple(features))
+    x, features, texts = table_of(names, words, batches, columns, _dropped(names, choices))
+    note_columns(where, features, x, names)
+    note_inputs(where, x, features)
+    y, class_names = _labels(*merged(texts[columns.label]), columns.label, choices, where)
+    source = Source(x, y, class_names, features=features)
     if columns.device:
         codes, found = merged(texts[columns.device])
         if (codes < 0).any():
@@ -217,7 +257,7 @@ def _source(names: list[str], batches: Iterable[Any], columns: Columns) -> Sourc
 
 
 def _check_columns(names: list[str], columns: Columns) -> None:
-    flags = ("--label", "--device-column", "data.test_column")
+    flags = ("--label", "--device-column", "--test-column")
     named = [name for name in columns if name]
     if len(set(named)) < len(named):
         raise InputError(
@@ -228,43 +268,24 @@ def _check_columns(names: list[str], columns: Columns) -> None:
             raise InputError(f"has no column {name!r} ({flag}); {did_you_mean(name, names)}")
 
 
-def _features(batch: Any, features: list[str], before: int) -> NDArray[np.float32]:
-    """The features of some rows, [rows, features]; text and holes are refused by name."""
-    import pyarrow as pa
-
-    block = np.empty((batch.num_rows, len(features)), np.float32)
-    for k, name in enumerate(features):
-        column = batch.column(name)
-        kind = column.type
-        if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
-            raise InputError(f"column {name!r} holds {kind}, not numbers: encode it as numbers, or leave it out")
-        if column.null_count:
-            row = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
-            raise InputError(f"column {name!r} is empty in row {before + row + 1}: fill it, or leave the row out")
-        block[:, k] = column.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
-    if not np.isfinite(block).all():
-        row, k = np.argwhere(~np.isfinite(block))[0]
-        raise InputError(f"column {features[k]!r} is not a finite number in row {before + row + 1}: fill it")
-    return block
-
-
-def _joined(parts: list[NDArray[np.float32]]) -> NDArray[np.float32]:
-    """One array of all parts, each given up once it is copied: at no time is everything there twice."""
-    joined = np.empty((sum(map(len, parts)), parts[0].shape[1]), np.float32)
-    end = len(joined)
-    while parts:
-        part = parts.pop()
-        joined[end - len(part) : end] = part
-        end -= len(part)
-    return joined
-
-
-def _labels(codes: NDArray[np.int64], texts: list[str], column: str) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """Class numbers and names; empty is unlabelled, and so is -1."""
-    used = [text for i, text in enumerate(texts) if text not in ("", "-1") and (codes == i).any()]
+def _labels(
+    codes: NDArray[np.int64], texts: list[str], column: str, choices: Choices, where: str
+) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+    """Class numbers and names; empty is unlabelled, and so are -1 and words such as NA, unless these are classes."""
+    there = [text for i, text in enumerate(texts) if text not in ("", "-1") and (codes == i).any()]
+    used = [text for text in there if choices.missing_is_class or not is_missing(text)]
     if not used:
         raise InputError(f"column {column!r} has no label in any row: give some labels")
+    left = [text for text in there if text not in used]
+    if left:
+        rows = int(np.isin(codes, [texts.index(text) for text in left]).sum())
+        called = ", ".join(map(repr, left))
+        note(
+            f"{where}: {rows} rows with {called} in column {column!r} are read as unlabelled; where that is a class, "
+            "give --set data.missing_labels=class"
+        )
     class_names, place = in_order(used)
+    note_classes(where, class_names)
     number = dict(zip(used, place.tolist(), strict=True))
     table = np.array([number.get(text, -1) for text in texts] + [-1], np.int64)
     return table[codes], tuple(class_names)

@@ -1,9 +1,14 @@
-"""Columns of text as numbers: labels, and who holds a row."""
+"""Columns of text as numbers: labels, who holds a row, and features that are words."""
 
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from fedcpsl.errors import InputError
+
+WORDS = {"true": 1.0, "yes": 1.0, "t": 1.0, "y": 1.0, "false": 0.0, "no": 0.0, "f": 0.0, "n": 0.0}
+MOST_CATEGORIES = 50  # of a column of words that becomes features
 
 
 def coded(column: Any) -> tuple[NDArray[np.int64], list[str]]:
@@ -50,3 +55,23 @@ def in_order(texts: list[str]) -> tuple[list[str], NDArray[np.int64]]:
     place = np.empty(len(texts), np.int64)
     place[order] = np.arange(len(texts))
     return [texts[i] for i in order], place
+
+
+def encoded(name: str, codes: NDArray[np.int64], texts: list[str]) -> tuple[NDArray[np.float32], tuple[str, ...]]:
+    """A column of words as numbers: 0 or 1 for true and false, else one column for each word."""
+    used = [text for i, text in enumerate(texts) if (codes == i).any()]
+    if (
+        all(text.lower() in WORDS for text in used)
+        and (codes >= 0).all()
+        and len({WORDS[t.lower()] for t in used}) == 2
+    ):
+        values = np.array([WORDS.get(text.lower(), 0.0) for text in texts], np.float32)
+        return values[codes][:, None], (name,)
+    if len(used) > MOST_CATEGORIES:
+        raise InputError(
+            f"column {name!r} holds {len(used)} different words, not numbers: encode it as numbers, or leave it out "
+            "(--drop)"
+        )
+    ordered, _ = in_order(used)
+    block = np.stack([codes == texts.index(text) for text in ordered], 1).astype(np.float32)
+    return block, tuple(f"{name}={text}" for text in ordered)

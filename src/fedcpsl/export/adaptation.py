@@ -11,7 +11,7 @@ from fedcpsl.config import Config, Data, to_toml
 from fedcpsl.data.federation import Federation, Source, federate
 from fedcpsl.data.roles import TEST, Shares
 from fedcpsl.data.sources import load_source
-from fedcpsl.data.tables import TABLE_FILES, column_names
+from fedcpsl.data.tables import column_names, is_table
 from fedcpsl.errors import InputError
 from fedcpsl.evaluation import Evaluation, evaluate
 from fedcpsl.export.chosen import Kept, on_this_machine, one_device
@@ -88,7 +88,7 @@ def _personal_rounds_alone(setup: Setup, rounds: int) -> Setup:
 def _with_columns(data: Data, of_run: Data) -> Data:
     """The device's file with the run's columns, where it has them: it may or may not say whose its rows are."""
     path = Path(data.file)
-    there = column_names(path) if path.suffix.lower() in TABLE_FILES else []
+    there = column_names(path) if is_table(path) else []
     columns = {name: getattr(of_run, name) for name in ("device_column", "test_column")}
     return replace(data, **{name: column for name, column in columns.items() if column in there})
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from fedcpsl.data.archive import read_archive
 from fedcpsl.data.images import IMAGE_FILES, UNLABELLED_FOLDERS, read_images
-from fedcpsl.data.tables import TABLE_FILES, read_rows
+from fedcpsl.data.tables import is_table, read_rows
 from fedcpsl.errors import InputError
 from fedcpsl.export.about import About
 
@@ -30,7 +30,7 @@ def read_samples(path: Path, about: About) -> NewSamples:
     suffix = path.suffix.lower()
     if path.is_dir() or suffix in IMAGE_FILES:
         samples = _images(path, about)
-    elif suffix in TABLE_FILES:
+    elif is_table(path):
         samples = _table(path, about)
     elif suffix in (".npy", ".npz"):
         samples = _arrays(path, about)

@@ -211,7 +211,8 @@ def _capped(rules: Rules, state: Serving) -> Serving:
 def _with_offences(state: Serving, judged: Judgement, offenders: set[str]) -> Serving:
     """The roster with everybody's latest rate; who offends time and again is not asked for some rounds.
 
-    What was counted of such a device is in c, and not to be trusted either: control variates then start at 0 again.
+    What was counted of one whose updates are too large is in c, and not to be trusted either: control variates then
+    start at 0 again.
     """
     events, roster, tainted = list(state.events), [], False
     for member in state.roster:
@@ -221,9 +222,10 @@ def _with_offences(state: Serving, judged: Judgement, offenders: set[str]) -> Se
             if member.offences >= OFFENCES:
                 until = state.round + EXCLUDED
                 member = member._replace(excluded_until=until, offences=OFFENCES - 1)  # and then has one more chance
-                tainted |= member.counted is not None
+                hostile = member.counted is not None and member.name in judged.refused
+                tainted |= hostile
                 why = state.dropouts.get(member.name, "")
-                again = "; control variates start at 0 again" if member.counted else ""
+                again = "; control variates start at 0 again" if hostile else ""
                 events.append(f"device {member.name!r} is not asked before round {until + 1}{again}: {why}")
         elif member.name in judged.factors:
             member = member._replace(offences=0)

@@ -1,0 +1,105 @@
+"""What users should know of their data: said on the log `fedcpsl`, which the command line shows, and said once."""
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcpsl.errors import printable
+
+LOG = logging.getLogger("fedcpsl")
+MISSING = ("na", "nan", "n/a", "null", "none", "?", "unknown")  # words that people write where they know no label
+FAR = 1e6  # times what is usual
+SAMPLED_ROWS = 4096
+MOST_NAMED = 3
+_TEST = re.compile(r"(is_?)?(test|train|valid|validation|split|fold|subset)(_set)?", re.I)
+_ID = re.compile(r"(.*[_ ])?(id|uuid|guid|index|idx|row|row_?n(umber|o)?|key)|unnamed: \d+", re.I)
+_TIME = re.compile(r"(.*[_ ])?(time|timestamp|date|datetime|epoch|ts)", re.I)
+_said: set[str] = set()
+
+
+def note(text: str) -> None:
+    """Say it, unless it was said."""
+    if text not in _said:
+        _said.add(text)
+        LOG.warning("note: %s", printable(text))
+
+
+def is_missing(label: str) -> bool:
+    """Whether a label says that there is none."""
+    return label.strip().lower() in MISSING
+
+
+def doubtful_column(name: str, values: NDArray[Any]) -> str | None:
+    """Why a column may not be meant as a feature, or None."""
+    known = name.strip()
+    if _TEST.fullmatch(known) and np.isin(values, (0, 1)).all():
+        return "looks like the mark of test rows; if it is, give --test-column"
+    if not known or _ID.fullmatch(known) or _counts_rows(values):
+        return "looks like a number of the row, which says nothing about its class; if it is one, give --drop"
+    if _TIME.fullmatch(known):
+        return "looks like a time; if it should not be learnt from, give --drop"
+    return None
+
+
+def _counts_rows(values: NDArray[Any]) -> bool:
+    return len(values) > 2 and bool((np.diff(values.astype(np.float64)) == 1).all())
+
+
+def note_columns(where: str, features: Sequence[str], x: NDArray[Any], names: Sequence[str]) -> None:
+    """Point out columns that would become features and are perhaps none; `names` are all of the table's."""
+    for k, name in enumerate(features):
+        why = doubtful_column(name, x[:, k])
+        if why:
+            number = f"#{names.index(name) + 1}" if name in names else ""
+            called = f"column {name!r}" if name.strip() else f"column {number}, which has no name,"
+            note(f"{where}: {called} is read as a feature: it {why} {name or number}")
+
+
+def note_classes(where: str, names: Sequence[str]) -> None:
+    """Point out classes whose names are nearly the same, and a single class."""
+    alike = defaultdict(list)
+    for name in names:
+        alike["".join(name.lower().split())].append(name)
+    for group in alike.values():
+        if len(group) > 1:
+            note(f"{where}: the classes {_some(group)} differ in case or spaces alone; are they the same?")
+    if len(names) == 1:
+        note(f"{where}: there is one class, {names[0]!r}: any model will be right")
+
+
+def note_roles(
+    where: str, y: NDArray[np.int64], labelled: NDArray[np.bool_], test: NDArray[np.bool_], names: Any
+) -> None:
+    """Point out classes of which tests ask and no label tells."""
+    only = sorted(set(np.unique(y[test]).tolist()) - set(np.unique(y[labelled]).tolist()) - {-1})
+    if only:
+        called = _some([str(names[c]) if len(names) > c else str(c) for c in only])
+        note(f"{where}: {len(only)} of the classes ({called}) occur in tests and in no training label")
+
+
+def note_inputs(where: str, x: NDArray[Any], features: Sequence[str] = ()) -> None:
+    """Point out values far beyond all others, and windows that seem to have time first."""
+    if x.dtype.kind == "f" and x.ndim == 2:
+        largest = np.maximum(x.max(0), -x.min(0))
+        usual = np.quantile(np.abs(x[:: max(1, len(x) // SAMPLED_ROWS)]), 0.9, axis=0)
+        far = np.flatnonzero(largest > FAR * np.maximum(usual, 1e-3))
+        if len(far):
+            k = int(far[np.argmax(largest[far])])
+            row = int(np.abs(x[:, k]).argmax())
+            called = f"column {features[k]!r}" if features else f"feature {k}"
+            note(f"{where}: {called} has {x[row, k]:.3g} in row {row + 1}, far beyond its other values; is it right?")
+    if x.ndim == 3 and x.shape[1] > 4 * x.shape[2]:
+        note(
+            f"{where}: an input has shape {list(x.shape[1:])}, read as {x.shape[1]} channels of {x.shape[2]} times; if "
+            f"it is {x.shape[1]} times of {x.shape[2]} channels, give x.transpose(0, 2, 1)"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:MOST_NAMED])
+    return shown + f" and {len(names) - MOST_NAMED} more" * (len(names) > MOST_NAMED)
