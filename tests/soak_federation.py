@@ -75,7 +75,7 @@ def gap_of(desk: Desk, state) -> float:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--rounds", type=int, default=40)
+    options.add_argument("--rounds", type=int, default=400)
     options.add_argument("--devices", type=int, default=5)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--calm", action="store_true", help="no kills; compare with the simulator instead")
@@ -100,7 +100,7 @@ def main() -> None:
                 desk.join(name)
             for round, what in zip(at, kills, strict=False):
                 desk.wait(lambda status, r=round: status["round"] >= r or status["over"], 60 * chosen.minutes)
-                time.sleep(0.3 * rng.random())
+                time.sleep(3 * rng.random())
                 kill_something(desk, rng, what)
             status = desk.wait(lambda status: status["over"], 60 * chosen.minutes)
             desk.processes["server"].wait(60)

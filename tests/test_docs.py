@@ -170,6 +170,8 @@ def small_world(folder):
     (folder / "mine.csv").write_text("\n".join(["height,width,phone,kind", *rows]) + "\n")
     without_devices = [",".join(row.split(",")[:2] + row.split(",")[3:]) for row in ["a,b,phone,kind", *rows]]
     (folder / "rows.csv").write_text("\n".join(without_devices) + "\n")
+    marked = [f"{row},{int(i % 5 == 0 and not row.endswith(','))},{i}" for i, row in enumerate(rows)]
+    (folder / "marked.csv").write_text("\n".join(["height,width,phone,kind,is_test,row_id", *marked]) + "\n")
     y = np.where(rng.random(300) < 0.5, -1, rng.integers(0, 3, 300))
     np.savez(folder / "mine.npz", x=rng.normal(size=(300, 8)), y=y, device=np.repeat(["a", "b", "c"], 100))
     np.savez(folder / "others.npz", x=rng.normal(size=(300, 8)), y=np.arange(300) % 3)

@@ -65,8 +65,10 @@ def read_config(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: no such config file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as text: {error}") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # a number of too many digits too
         raise InputError(f"{path}: not valid TOML: {error}") from error
+    except RecursionError:
+        raise InputError(f"{path}: not valid TOML: its lists or tables are nested too deeply") from None
     return flat_settings(document, str(path))
 
 

@@ -1,7 +1,11 @@
 """The two ways a command ends badly: the input was wrong, or the run could not go on."""
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+
+# control characters, separators of lines, marks that turn the direction of writing, halves of characters
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class InputError(Exception):
@@ -28,4 +32,4 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def printable(text: object, most: int = 1000) -> str:
     """What somebody else wrote, fit for one line of a log or a terminal: no line breaks, no escape sequences."""
-    return "".join(c if c.isprintable() else "?" for c in str(text)[:most])
+    return _UNSAFE.sub("?", str(text)[:most])

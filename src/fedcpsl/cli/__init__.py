@@ -27,7 +27,7 @@ from fedcpsl.cli import (
     verify,
     watch,
 )
-from fedcpsl.errors import InputError, RunError, did_you_mean
+from fedcpsl.errors import InputError, RunError, did_you_mean, printable
 from fedcpsl.torchrun import place
 
 EPILOG = """
@@ -49,6 +49,8 @@ examples:
   fedcpsl predict runs/mine --device 7 new.csv  what it says of new samples
   fedcpsl keys keys --server fl.example.org --devices phone-1 phone-2
 """
+
+LONGEST = 4000  # characters of an error
 
 
 class Parser(argparse.ArgumentParser):
@@ -90,10 +92,10 @@ def _run_command(arguments: Sequence[str]) -> int:
         parsed = parser().parse_args(arguments)
         return int(parsed.command(parsed))
     except InputError as error:
-        print(f"fedcpsl: {error}", file=sys.stderr)
+        print(f"fedcpsl: {printable(error, LONGEST)}", file=sys.stderr)
         return 2
     except RunError as error:
-        print(f"fedcpsl: {error}", file=sys.stderr)
+        print(f"fedcpsl: {printable(error, LONGEST)}", file=sys.stderr)
         return 1
     except MemoryError:
         print("fedcpsl: not enough memory for this; use smaller batches, fewer devices or less data", file=sys.stderr)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fedcpsl.data.roles import LABELLED, ROLES, TEST, UNLABELLED, Shares, draw_roles
 from fedcpsl.data.scaling import ROWS_AT_ONCE, Scaling, fit_scaling
-from fedcpsl.errors import InputError
+from fedcpsl.errors import InputError, printable
 from fedcpsl.schedule import Sizes
 
 
@@ -184,10 +184,10 @@ def with_roles(
         device,
         role,
         len(source.class_names),
-        source.names,
+        tuple(map(printable, source.names)),
         scaling if normalise else None,
-        source.class_names,
-        source.features,
+        tuple(map(printable, source.class_names)),
+        tuple(map(printable, source.features)),
     )
     federation.check()
     return federation

@@ -1,6 +1,5 @@
 """One device's model, or the global one, from a run's folder."""
 
-import csv
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from fedcpsl.export.about import GLOBAL, About, Predictor, shared_config
 from fedcpsl.export.graph import PersonalModel, with_tensors
 from fedcpsl.models import make_model
 from fedcpsl.runs.checkpoint import load_tensors
+from fedcpsl.runs.device_table import read_device_table
 from fedcpsl.runs.folder import is_finished, read_manifest, read_run_config
 from fedcpsl.schedule import stream
 from fedcpsl.settings import AUTO, Run, Work
@@ -175,8 +175,7 @@ def _hint(kept: Kept, device: str, names: Iterable[str]) -> str:
 
 
 def _device_names(kept: Kept) -> dict[str, int]:
-    with (kept.folder / "devices.csv").open(newline="", encoding="utf-8") as file:
-        return {row["name"]: int(row["device"]) for row in csv.DictReader(file)}
+    return {row["name"]: int(row["device"]) for row in read_device_table(kept.folder / "devices.csv")}
 
 
 def _never_active(kept: Kept, device: str) -> InputError:

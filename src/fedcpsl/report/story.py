@@ -1,6 +1,5 @@
 """What is told of runs: read from their folders, and those that differ in their seed alone put together."""
 
-import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,11 +10,11 @@ from fedcpsl.config import Config
 from fedcpsl.errors import InputError
 from fedcpsl.runs.alone import FOLDER as ALONE
 from fedcpsl.runs.comparison import is_comparison, read_plan, run_folder
+from fedcpsl.runs.device_table import read_device_table
 from fedcpsl.runs.folder import Metrics, failure, is_finished, read_manifest, read_metrics, read_run_config
 from fedcpsl.settings import AUTO
 
 MACHINE = ("executor", "slots", "processes", "store", "device", "together", "checkpoint_seconds", "keep")
-COLUMNS = ("device", "name", "labelled", "unlabelled", "active_rounds", "personal", "global", "localized")
 
 
 class Told(NamedTuple):
@@ -113,20 +112,8 @@ def tell(folder: Path) -> Told | None:
         return None
     devices: list[dict[str, str]] = []
     if is_finished(folder):
-        devices = _read_devices(folder / "devices.csv")
+        devices = read_device_table(folder / "devices.csv")
     return Told(folder, read_run_config(folder), read_manifest(folder), metrics, devices, bool(devices))
-
-
-def _read_devices(path: Path) -> list[dict[str, str]]:
-    """The table of a run's devices; refuses one that lacks a column."""
-    with path.open(newline="", encoding="utf-8") as file:
-        table = csv.DictReader(file)
-        missing = [column for column in COLUMNS if column not in (table.fieldnames or ())]
-        if missing:
-            raise InputError(
-                f"{path}: has no column {missing[0]!r}; was it changed by hand? It needs {','.join(COLUMNS)}"
-            )
-        return list(table)
 
 
 def runs_in(path: Path) -> list[Path]:

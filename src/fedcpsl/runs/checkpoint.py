@@ -14,6 +14,7 @@ from torch import Tensor
 from fedcpsl.algorithm import Device, Server
 from fedcpsl.errors import RunError
 from fedcpsl.runs.files import write_whole
+from fedcpsl.runs.folder import metrics_digest
 from fedcpsl.simulation import Setup, State
 from fedcpsl.simulation.store import Sparse, put_rows, sparse_states
 
@@ -56,12 +57,13 @@ def checkpoints(folder: Path) -> list[Path]:
 def save_checkpoint(folder: Path, state: State) -> None:
     """Write the state, then drop what is older than the last two."""
     (folder / "checkpoints").mkdir(exist_ok=True)
-    numbers = {
+    numbers: dict[str, Any] = {
         "round": state.round,
         "steps": state.steps,
         "uplink_bytes": state.uplink_bytes,
         "downlink_bytes": state.downlink_bytes,
         "lost": state.lost,
+        **metrics_digest(folder),
     }
     path = folder / "checkpoints" / f"round-{state.round:07d}.safetensors"
     save_tensors(path, _tensors(state), numbers, state.sparse)
@@ -144,6 +146,17 @@ def save_tensors(
             yield from _pieces(tensors[name])
 
     write_whole(path, _released(content(), release), private=private)
+
+
+def numbers_of(path: Path) -> dict[str, Any]:
+    """The numbers in a file of `save_tensors`, without reading its tensors."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(json.loads((file.metadata() or {})["fedcpsl"])["numbers"])
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise RunError(f"{path}: corrupt ({error}); {_way_out(path)}") from error
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, int]]:

@@ -1,6 +1,5 @@
 """Many runs side by side: algorithms or settings over seeds. Every run keeps its own folder."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
@@ -15,7 +14,7 @@ from fedcpsl.config import Config, read_config, setting, to_toml, with_settings
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.runs import folder as files
 from fedcpsl.runs.experiment import build, load_data, with_whole_paths
-from fedcpsl.runs.files import to_json, write_whole
+from fedcpsl.runs.files import new_folder, parse_json, read_json, sha256_of, to_json, write_whole
 from fedcpsl.settings import AUTO
 
 PLAN = "comparison.json"
@@ -112,16 +111,19 @@ def full_name(key: str) -> str:
 def create(folder: Path, plan: Plan) -> None:
     """A new folder with the plan in it. An existing one is never touched."""
     files.make_parent(folder)
+    text = to_toml(plan.base)
+    content = {"kind": plan.kind, "cases": [c._asdict() for c in plan.cases], "seeds": plan.seeds, "reach": plan.reach}
+    content["config_sha256"] = sha256_of(text)
     try:
-        folder.mkdir()
+        with new_folder(folder) as partial:
+            (partial / "runs").mkdir()
+            write_whole(partial / "config.toml", text)
+            plain = parse_json(to_json(content))
+            write_whole(partial / PLAN, to_json(plain | {"sha256": sha256_of(to_json(plain))}, indent=2) + "\n")
     except FileExistsError:
         raise InputError(f"{folder}: exists already; give another --out, or --resume {folder}") from None
     except OSError as error:
         raise InputError(f"{folder}: cannot be created: {error.strerror}; give another --out") from error
-    (folder / "runs").mkdir()
-    write_whole(folder / "config.toml", to_toml(plan.base))
-    content = {"kind": plan.kind, "cases": [c._asdict() for c in plan.cases], "seeds": plan.seeds, "reach": plan.reach}
-    write_whole(folder / PLAN, to_json(content, indent=2) + "\n")
 
 
 def is_comparison(folder: Path) -> bool:
@@ -135,12 +137,18 @@ def read_plan(folder: Path) -> Plan:
             f"{folder}: not a comparison's folder (it has no {PLAN}); give one that `fedcpsl compare` made"
         )
     try:
-        content = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+        content = read_json(folder / PLAN)
+        digest = content.pop("sha256", None)
         cases = [Case(**case) for case in content["cases"]]
         plan = Plan(content["kind"], Config(), cases, content["seeds"], content["reach"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{folder / PLAN}: cannot be read ({error}); was it changed by hand?") from error
-    return plan._replace(base=with_settings(Config(), read_config(folder / "config.toml")))
+    if digest not in (None, sha256_of(to_json(content))):
+        raise InputError(f"{folder / PLAN}: damaged or changed by hand (its checksum does not match): restore it")
+    base = with_settings(Config(), read_config(folder / "config.toml"))
+    if content.get("config_sha256") not in (None, sha256_of((folder / "config.toml").read_bytes())):
+        raise InputError(f"{folder / 'config.toml'}: is not the config that this was begun with: restore it")
+    return plan._replace(base=base)
 
 
 def run_folder(folder: Path, case: Case, seed: int) -> Path:

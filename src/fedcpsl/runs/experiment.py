@@ -20,7 +20,7 @@ from fedcpsl.errors import InputError, RunError
 from fedcpsl.evaluation import evaluate
 from fedcpsl.models import choose_model, make_model
 from fedcpsl.runs import folder as files
-from fedcpsl.runs.checkpoint import checkpoints, drop_checkpoints, load_checkpoint, save_checkpoint
+from fedcpsl.runs.checkpoint import checkpoints, drop_checkpoints, load_checkpoint, numbers_of, save_checkpoint
 from fedcpsl.runs.diary import Diary, Watch
 from fedcpsl.runs.files import write_whole
 from fedcpsl.runs.final import device_table, save_models
@@ -188,6 +188,8 @@ def resume_together(folders: Sequence[Path], watches: Sequence[Watch], source: S
         states, newest = None, [paths[common[-1]] for paths in found] if common else []
         if common:
             states = [load_checkpoint(p, member.experiment.setup) for p, member in zip(newest, members, strict=True)]
+        for member, path in zip(members, newest, strict=False):  # there may be no checkpoint yet
+            files.check_metrics(member.folder, numbers_of(path))
         for member in members:
             files.keep_metrics_until(member.folder, states[0].round if states else -1)
         begin(members[0].folder, _known(members), newest)

@@ -3,12 +3,16 @@
 import json
 import math
 import os
-from collections.abc import Iterable
-from contextlib import suppress
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from fedcpsl.errors import RunError
+from fedcpsl.errors import InputError, RunError
+
+MOST_DIGITS = 19
 
 
 def write_whole(path: Path, content: bytes | str | Iterable[Any], *, private: bool = False) -> None:
@@ -82,6 +86,56 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; one that is damaged is named. FileNotFoundError where there is none."""
+    try:
+        return parse_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:  # of text that is no UTF-8 too
+        raise InputError(f"{path}: cannot be read ({error}); was it damaged or changed by hand?") from error
+
+
+def parse_json(text: str) -> Any:
+    """JSON as we write it; ValueError for anything else, however deep or long its numbers are."""
+    try:
+        return json.loads(text, parse_int=_plain_int)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _plain_int(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a whole number of {len(digits)} digits")
+    return int(digits)
+
+
+def sha256_of(content: bytes | str) -> str:
+    return sha256(content.encode() if isinstance(content, str) else content).hexdigest()
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which then gets its name in one step: after a crash it is whole or not there.
+
+    FileExistsError where the name is taken. What an earlier crash left is cleared away.
+    """
+    for left in folder.parent.glob(f".{folder.name}.partial-*"):
+        if not Path(f"/proc/{left.name.rpartition('-')[2]}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+    if os.path.lexists(folder):
+        raise FileExistsError(folder)
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    partial.mkdir()
+    try:
+        yield partial
+        partial.rename(folder)
+        _sync_folder(folder.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

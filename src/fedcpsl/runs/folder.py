@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
@@ -11,7 +11,7 @@ from typing import Any
 
 from fedcpsl.config import Config, read_config, to_toml, with_settings
 from fedcpsl.errors import InputError, RunError
-from fedcpsl.runs.files import append_line, to_json, write_whole
+from fedcpsl.runs.files import append_line, new_folder, parse_json, read_json, sha256_of, to_json, write_whole
 from fedcpsl.torchrun import way_on
 
 Metrics = dict[str, Any]
@@ -28,16 +28,17 @@ def default_folder(config: Config, what: str = "") -> Path:
 def create(folder: Path, config: Config, manifest: dict[str, Any]) -> None:
     """A new run folder with its config and manifest. An existing folder is never touched."""
     make_parent(folder)
+    text = to_toml(config)
     try:
-        folder.mkdir()
+        with new_folder(folder) as partial:
+            write_manifest(partial, manifest | {"config_sha256": sha256_of(text)})
+            write_whole(partial / "config.toml", text)
     except FileExistsError:
         raise InputError(
             f"{folder}: exists already; give another --out, or --resume {folder} to go on with it"
         ) from None
     except OSError as error:
         raise InputError(f"{folder}: cannot be created: {error.strerror}; give another --out") from error
-    write_whole(folder / "manifest.json", to_json(manifest, indent=2) + "\n")
-    write_whole(folder / "config.toml", to_toml(config))
 
 
 def make_parent(folder: Path) -> None:
@@ -56,7 +57,20 @@ def read_run_config(folder: Path) -> Config:
         )
     if not (folder / "config.toml").is_file():
         raise InputError(f"{folder}: not a run's folder (it has no config.toml); give one that `fedcpsl run` made")
+    _check_config(folder)
     return with_settings(Config(), read_config(folder / "config.toml"))
+
+
+def _check_config(folder: Path) -> None:
+    """Refuse a config that is not the one that the run was begun with; older folders do not say."""
+    if not (folder / "manifest.json").exists():
+        return
+    begun_with = read_manifest(folder).get("config_sha256")
+    if begun_with not in (None, sha256_of((folder / "config.toml").read_bytes())):
+        raise InputError(
+            f"{folder / 'config.toml'}: is not the config that the run was begun with (its checksum is not that in "
+            "manifest.json): restore it, or begin another run with it"
+        )
 
 
 def is_finished(folder: Path) -> bool:
@@ -76,11 +90,21 @@ def failure(folder: Path) -> str | None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / "manifest.json"
     try:
-        manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder / 'manifest.json'}: cannot be read ({error}); is this a run's folder?") from error
+        manifest = read_json(path)
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: cannot be read ({error}); is this a run's folder?") from error
+    if not isinstance(manifest, dict):
+        raise InputError(f"{path}: is not a manifest; was it damaged or changed by hand?")
+    digest = manifest.pop("sha256", None)
+    if digest not in (None, _manifest_digest(manifest)):
+        raise InputError(f"{path}: damaged or changed by hand (its checksum does not match its content): restore it")
     return manifest
+
+
+def _manifest_digest(manifest: dict[str, Any]) -> str:
+    return sha256_of(to_json(manifest))
 
 
 def check_ranks(folder: Path, manifest: dict[str, Any], ranks: int) -> None:
@@ -109,7 +133,8 @@ def command_for_all(folder: Path) -> str:
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    write_whole(folder / "manifest.json", to_json(manifest, indent=2) + "\n")
+    plain = json.loads(to_json(manifest))  # as it will be read: tuples are lists, what is not finite is null
+    write_whole(folder / "manifest.json", to_json(plain | {"sha256": _manifest_digest(plain)}, indent=2) + "\n")
 
 
 def append_metrics(folder: Path, metrics: Metrics) -> None:
@@ -125,10 +150,51 @@ def read_metrics(folder: Path) -> list[Metrics]:
     whole: list[Metrics] = []
     for number, line in enumerate(lines[:-1], 1):
         try:
-            whole.append(json.loads(line))
+            metrics = parse_json(line)
         except ValueError as error:
             raise RunError(f"{path}, line {number}: not JSON ({error}); the file was changed by hand?") from error
+        if not isinstance(metrics, dict) or not isinstance(metrics.get("round"), int):
+            raise RunError(f"{path}, line {number}: not the metrics of a round; the file was changed by hand?")
+        if whole and metrics["round"] <= whole[-1]["round"]:
+            raise RunError(f"{path}, line {number}: round {metrics['round']} again; the file was changed by hand?")
+        whole.append(metrics)
+    _check_complete(folder, whole)
     return whole
+
+
+def _check_complete(folder: Path, metrics: list[Metrics]) -> None:
+    """Refuse the metrics of a finished run that end before its last round, or leave some out."""
+    if not is_finished(folder):
+        return
+    config = read_run_config(folder)
+    last, every = config.work.rounds + config.work.personal_rounds, config.run.evaluate_every
+    found = [line["round"] for line in metrics]
+    expected = sorted({*range(0, last + 1, every), last})
+    if found != expected:
+        missing = next((round for round in expected if round not in found), last)
+        raise InputError(
+            f"{folder / 'metrics.jsonl'}: lacks round {missing}, and the run is finished; was it damaged? Restore it"
+        )
+
+
+def metrics_digest(folder: Path) -> dict[str, Any]:
+    """How long metrics.jsonl is by now, and its checksum: for a checkpoint."""
+    path = folder / "metrics.jsonl"
+    content = path.read_bytes() if path.exists() else b""
+    return {"metrics_bytes": len(content), "metrics_sha256": sha256_of(content)}
+
+
+def check_metrics(folder: Path, known: Mapping[str, Any]) -> None:
+    """Refuse metrics that are not what they were when a checkpoint was written; later ones will be computed again."""
+    length, path = known.get("metrics_bytes"), folder / "metrics.jsonl"
+    if length is None:
+        return  # written by version 0.1
+    content = path.read_bytes() if path.exists() else b""
+    if sha256_of(content[:length]) != known["metrics_sha256"]:
+        raise RunError(
+            f"{path}: damaged or changed by hand (it is not what it was at the last checkpoint): restore it; without "
+            "it the run has no history"
+        )
 
 
 def keep_metrics_until(folder: Path, round: int) -> list[Metrics]:

@@ -1,6 +1,5 @@
 """Who holds what, kept in a run's folder: samples by device and class."""
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ from fedcpsl.data.ondemand import OnDemand
 from fedcpsl.data.roles import LABELLED, UNLABELLED
 from fedcpsl.data.sources import data_folders, load_federation, resolve
 from fedcpsl.errors import InputError, RunError
-from fedcpsl.runs.files import to_json, write_whole
+from fedcpsl.runs.files import read_json, to_json, write_whole
 from fedcpsl.runs.folder import read_manifest
 
 MOST_DEVICES, MOST_CLASSES = 60, 40
@@ -65,15 +64,29 @@ def write_holdings(folder: Path, federation: Federation | OnDemand) -> None:
 def read_holdings(folder: Path, config: Config) -> Holdings | str:
     """What a run's folder says, or its data where the folder is from before; or why nobody can tell."""
     try:
-        return Holdings(**json.loads((folder / FILE).read_text(encoding="utf-8")))
+        return _checked(Holdings(**read_json(folder / FILE)))
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, TypeError) as error:
-        return f"{folder / FILE} cannot be read: {error}"
+    except InputError as error:
+        return str(error)
+    except (ValueError, TypeError) as error:
+        return f"{folder / FILE}: cannot be read ({error}); was it damaged or changed by hand?"
     place = folder.resolve()
     if place not in _from_data:
         _from_data[place] = _recount(folder, config)
     return _from_data[place]
+
+
+def _checked(holdings: Holdings) -> Holdings:
+    """TypeError or ValueError where counts are not what they are for every device and class."""
+    shape = len(holdings.names), len(holdings.classes)
+    for counts in (holdings.labelled, holdings.unlabelled):
+        table = np.asarray(counts, np.int64)
+        if table.shape != shape and table.size:
+            raise ValueError(f"counts of shape {list(table.shape)} where {list(shape)} are needed")
+    if len(np.asarray(holdings.unknown, np.int64)) != shape[0] or not isinstance(holdings.devices, int):
+        raise ValueError("not a count for every device")
+    return holdings
 
 
 def _recount(folder: Path, config: Config) -> Holdings | str:
