@@ -1,6 +1,8 @@
 """A run's folder that was damaged: no other model, no history with holes, no traceback. One line names the file."""
 
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -166,3 +168,20 @@ def test_what_is_printable():
     assert printable("plain é 日本\u00a0x 👩‍⚕️") == "plain é 日本\u00a0x 👩‍⚕️"
     assert printable("a\nb\x1b[31m\u202ec\ud800") == "a?b?[31m?c?"
     assert printable("x" * 50, 10) == "x" * 10
+
+
+@pytest.mark.parametrize("kind", ["run", "comparison"])
+def test_showing_needs_no_pytorch(kind, base, tmp_path):
+    """It takes seconds to import, and a finished run is a few small files."""
+    folder = base
+    if kind == "comparison":
+        folder = tmp_path / "c"
+        compare = ["compare", "--algorithms", "fedcpsl", "--seeds", "1", *QUICK[:6], "--out", str(folder)]
+        assert run_command(compare) == 0
+    for words in ([], ["--json"]):
+        script = "import sys; from fedcpsl.cli import run_command; code = run_command(sys.argv[1:]); "
+        script += "print('torch' in sys.modules, file=sys.stderr); sys.exit(code)"
+        command = [sys.executable, "-c", script, "show", str(folder), *words]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "False\n")
+        assert "personal" in done.stdout

@@ -6,12 +6,15 @@ import logging
 import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from fedcpsl.config import Data
 from fedcpsl.data import notes
 from fedcpsl.data.csv_files import dialect_of, kind_of
 from fedcpsl.data.sources import load_federation, load_source
 from fedcpsl.data.tables import Columns, read_rows
+from fedcpsl.data.texts import in_order
 from fedcpsl.errors import InputError
 from tests.command import fedcpsl
 
@@ -237,3 +240,23 @@ def test_a_word_among_numbers_is_an_error_and_no_category(tmp_path):
     frame.loc[5, "a"] = "12..5"
     with pytest.raises(InputError, match=r"column 'a' has '12\.\.5' in row 6, not a number: mend it"):
         read(written(frame, tmp_path / "m.csv"))
+
+
+def test_devices_and_classes_are_in_natural_order(tmp_path):
+    names = [f"p{n}" for n in (10, 2, 1, 11)]
+    frame = rows().assign(phone=np.array(names)[np.arange(40) % 4], kind=np.array(["k10", "k9"])[np.arange(40) % 2])
+    source = read(written(frame, tmp_path / "m.csv"))
+    assert source.names == ("p1", "p2", "p10", "p11")
+    assert source.class_names == ("k9", "k10")
+    assert [source.names[d] for d in source.device[:4]] == names
+    device = np.array(names)[np.arange(40) % 4]
+    np.savez(tmp_path / "m.npz", x=np.zeros((40, 2)), y=np.arange(40) % 2, device=device)
+    arrays = read(tmp_path / "m.npz", label="", device_column="")
+    assert arrays.names == ("p1", "p2", "p10", "p11")
+    assert [arrays.names[d] for d in arrays.device[:4]] == names
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(-(10**6), 10**6), unique=True))
+def test_whole_numbers_are_in_their_order(numbers):
+    assert in_order([str(n) for n in numbers])[0] == [str(n) for n in sorted(numbers)]

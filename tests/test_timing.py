@@ -27,7 +27,7 @@ def small_setup(run=None, active=4):
 
 def test_candidates_are_what_the_settings_leave_open(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("fedcpsl.simulation.setup.has_gpu", lambda: False)
     run = Run(device="cpu")
     found = timing.candidates_for(small_setup(run), run)
     assert found[0] == Layout("vectorised", 0, 2)
@@ -45,7 +45,7 @@ def test_candidates_are_what_the_settings_leave_open(monkeypatch):
 @pytest.mark.parametrize("active", [2, 4])
 def test_no_layout_is_timed_twice(monkeypatch, active):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("fedcpsl.simulation.setup.has_gpu", lambda: False)
     rng = np.random.default_rng(0)
     federation = Federation.from_arrays(rng.normal(size=(40, 1, 6, 6)), rng.integers(0, 3, 40), np.arange(40) % 4)
     for norm in (torch.nn.Identity(), torch.nn.GroupNorm(1, 2)):

@@ -22,12 +22,12 @@ class LostRankError(RunError):
     """Another rank of the job is gone, or cannot be reached."""
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint for a misspelt name: the nearest known one, or all of them."""
+def did_you_mean(name: str, known: Iterable[str], near: float = 0.5) -> str:
+    """A hint for a misspelt name: the nearest known one, if it is near enough (1: the same), or all of them."""
     known = sorted(known)
     spelt = {k.lower(): k for k in known}
-    near = get_close_matches(name.lower(), spelt, n=1, cutoff=0.5)
-    return f"did you mean {spelt[near[0]]!r}?" if near else f"known: {', '.join(known)}"
+    nearest = get_close_matches(name.lower(), spelt, n=1, cutoff=near)
+    return f"did you mean {spelt[nearest[0]]!r}?" if nearest else f"known: {', '.join(known)}"
 
 
 def printable(text: object, most: int = 1000) -> str:

@@ -23,8 +23,8 @@ def all_algorithms() -> dict[str, tuple[Algorithm, Parts]]:
 
 
 def find_algorithm(name: str) -> tuple[Algorithm, Parts]:
-    """The algorithm called `name`, or an error with the nearest name."""
+    """The algorithm called `name`, or an error with a name that is nearly the same, else with all of them."""
     known = all_algorithms()
     if name not in known:
-        raise InputError(f"algorithm.name = {name!r}: no such algorithm; {did_you_mean(name, known)}")
+        raise InputError(f"algorithm.name = {name!r}: no such algorithm; {did_you_mean(name, known, near=0.75)}")
     return known[name]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from fedcpsl.data.roles import LABELLED, ROLES, TEST, UNLABELLED, Shares, draw_roles
 from fedcpsl.data.scaling import ROWS_AT_ONCE, Scaling, fit_scaling
+from fedcpsl.data.texts import in_order
 from fedcpsl.errors import InputError, printable
 from fedcpsl.schedule import Sizes
 
@@ -210,8 +211,9 @@ def array_source(x: Any, y: Any, device: Any, test: Any = None) -> Source:
     )
     if device is None:
         return source
-    names, owner = np.unique(given, return_inverse=True)
-    return source._replace(device=owner.astype(np.int64), names=tuple(str(name) for name in names))
+    found, owner = np.unique(given, return_inverse=True)
+    names, place = in_order([str(name) for name in found])
+    return source._replace(device=place[owner], names=tuple(names))
 
 
 def digest_of(*arrays: NDArray[Any]) -> str:

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcpsl.data.federation import Source
+from fedcpsl.data.texts import natural
 from fedcpsl.errors import InputError
 from fedcpsl.progress import track
 
@@ -16,8 +17,8 @@ UNLABELLED_FOLDERS = ("unlabelled", "unlabeled")
 def read_image_folder(folder: Path) -> Source:
     """Images as bytes [samples, channels, height, width]: one channel where all are grey, else three."""
     found = _find(folder)
-    devices = sorted({device for device, _, _ in found})
-    classes = sorted({label for _, label, _ in found if label not in UNLABELLED_FOLDERS})
+    devices = sorted({device for device, _, _ in found}, key=natural)
+    classes = sorted({label for _, label, _ in found if label not in UNLABELLED_FOLDERS}, key=natural)
     if not classes:
         raise InputError(f"{folder}: no image has a label; put some into {folder}/DEVICE/LABEL/")
     images = read_images([path for _, _, path in found])

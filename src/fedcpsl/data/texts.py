@@ -1,5 +1,6 @@
 """Columns of text as numbers: labels, who holds a row, and features that are words."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -47,14 +48,20 @@ def merged(parts: list[tuple[NDArray[np.int64], list[str]]]) -> tuple[NDArray[np
 
 
 def in_order(texts: list[str]) -> tuple[list[str], NDArray[np.int64]]:
-    """Texts in order (whole numbers by value), and each one's place there."""
-    try:
-        order = sorted(range(len(texts)), key=lambda i: int(texts[i]))
-    except ValueError:
-        order = sorted(range(len(texts)), key=lambda i: texts[i])
+    """Texts in natural order (p2 before p10), and each one's place there."""
+    order = sorted(range(len(texts)), key=lambda i: natural(texts[i]))
     place = np.empty(len(texts), np.int64)
     place[order] = np.arange(len(texts))
     return [texts[i] for i in order], place
+
+
+def natural(text: str) -> tuple[Any, ...]:
+    """What to sort a text by: numbers in it by their value, negative ones before all; equal ones by the text itself."""
+    negative = re.fullmatch(r"-(\d+)", text)
+    if negative:
+        return (0, -int(negative.group(1))), (2, text)
+    pieces = re.split(r"(\d+)", text)
+    return *((1, piece) if k % 2 == 0 else (0, int(piece)) for k, piece in enumerate(pieces) if piece), (2, text)
 
 
 def encoded(name: str, codes: NDArray[np.int64], texts: list[str]) -> tuple[NDArray[np.float32], tuple[str, ...]]:

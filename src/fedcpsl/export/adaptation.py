@@ -16,8 +16,9 @@ from fedcpsl.errors import InputError
 from fedcpsl.evaluation import Evaluation, evaluate
 from fedcpsl.export.chosen import Kept, on_this_machine, one_device
 from fedcpsl.export.graph import with_tensors
-from fedcpsl.runs.files import to_json, write_whole
+from fedcpsl.runs.files import sha256_of, to_json, write_whole
 from fedcpsl.runs.final import device_table, save_models
+from fedcpsl.runs.folder import write_manifest
 from fedcpsl.runs.holdings import write_holdings
 from fedcpsl.runs.manifest import make_manifest
 from fedcpsl.simulation import Setup, State, prepare, simulate
@@ -138,8 +139,9 @@ def write_adapted(adapted: Adapted, kept: Kept, folder: Path) -> None:
         manifest = make_manifest(adapted.state.setup, adapted.federation, [folder.name])
         manifest["adapted_from"] = {"run": kept.folder.name, "split_sha256": kept.digest}
         metrics = adapted.evaluation.metrics(adapted.state) | {"gaps": None, "seconds": 0.0}
-        write_whole(partial / "manifest.json", to_json(manifest, indent=2) + "\n")
-        write_whole(partial / "config.toml", to_toml(adapted.config))
+        text = to_toml(adapted.config)
+        write_manifest(partial, manifest | {"config_sha256": sha256_of(text)})
+        write_whole(partial / "config.toml", text)
         write_whole(partial / "metrics.jsonl", to_json(metrics) + "\n")
         write_holdings(partial, adapted.federation)
         save_models(partial, adapted.state, adapted.federation.scaling)

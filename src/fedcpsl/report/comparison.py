@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -16,20 +16,20 @@ from rich.table import Table
 from rich.text import Text
 
 from fedcpsl.report.fitting import if_it_fits, print_table, that_fit
-from fedcpsl.report.page import inline_svg, page_of
-from fedcpsl.report.plots import curves_of_cases, heat_maps
-from fedcpsl.report.story import Line, Story, try_story
 from fedcpsl.report.tables import size
 from fedcpsl.report.terminal import percent
-from fedcpsl.runs.companies import Announce, Planned
 from fedcpsl.runs.comparison import read_plan, run_folder, summarise
-from fedcpsl.runs.diary import Watch
 from fedcpsl.runs.files import to_json, write_whole
 from fedcpsl.runs.folder import read_metrics
 
+if TYPE_CHECKING:  # these import PyTorch, and showing a comparison needs none
+    from fedcpsl.report.story import Story
+    from fedcpsl.runs.companies import Announce, Planned
+    from fedcpsl.runs.diary import Watch
+
 
 @contextmanager
-def comparison_progress(runs: int, console: Console) -> Iterator[Announce]:
+def comparison_progress(runs: int, console: Console) -> Iterator["Announce"]:
     """A bar over all runs with time left, and one over the rounds of the run at hand."""
     columns = that_fit(
         console,
@@ -46,7 +46,7 @@ def comparison_progress(runs: int, console: Console) -> Iterator[Announce]:
         everything = bar.add_task("[bold]runs", total=runs, note="")
         current = bar.add_task("round", total=None, note="")
 
-        def announce(company: Sequence[Planned], done: int) -> Sequence[Watch]:
+        def announce(company: Sequence["Planned"], done: int) -> Sequence["Watch"]:
             rounds = company[0].config.work.rounds + company[0].config.work.personal_rounds
             first = f"{company[0].case.name}, seed {company[0].seed}"
             others = f" and {len(company) - 1} more, side by side" if len(company) > 1 else ""
@@ -127,6 +127,9 @@ def _reached(reach: Mapping[str, Any], seeds: int) -> str:
 
 def write_comparison(folder: Path) -> Path:
     """results.csv, summary.json, a picture and a page into a finished comparison's folder."""
+    from fedcpsl.report.page import page_of
+    from fedcpsl.report.plots import curves_of_cases, heat_maps
+
     plan, summary = read_plan(folder), summarise(folder)
     pictures = {"accuracy": curves_of_cases(_curves(folder))}
     if plan.kind == "sweep":
@@ -140,8 +143,10 @@ def write_comparison(folder: Path) -> Path:
     return folder / "report.html"
 
 
-def _story(folder: Path) -> Story:
+def _story(folder: Path) -> "Story":
     """The runs of a finished comparison, by the names that its plan gives them."""
+    from fedcpsl.report.story import Line, try_story
+
     story, plan = try_story([folder]), read_plan(folder)
     by_folder = {run.folder: run for run in story.runs}
     lines = [
@@ -189,6 +194,8 @@ def _csv(summary: Mapping[str, Any]) -> str:
 
 def _results(summary: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
     """The table with paired differences, and the map of a sweep."""
+    from fedcpsl.report.page import inline_svg
+
     head, *rows = _rows(summary)
     best = max(range(len(rows)), key=lambda i: (summary["cases"][i]["personal"] or {}).get("mean") or -1)
     titles = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isnan
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -20,16 +20,18 @@ from rich.text import Text
 
 from fedcpsl.report import tables
 from fedcpsl.report.fitting import FOR_BARS, that_fit
-from fedcpsl.runs.diary import Watch
-from fedcpsl.runs.experiment import Experiment
 from fedcpsl.schedule import draw_active, draw_steps
+
+if TYPE_CHECKING:  # these import PyTorch, and showing a run needs none
+    from fedcpsl.runs.diary import Watch
+    from fedcpsl.runs.experiment import Experiment
 
 size = tables.size
 MODELS = ("personal", "global", "localized")
 
 
 @contextmanager
-def progress(rounds: int, done: int, console: Console) -> Iterator[Watch]:
+def progress(rounds: int, done: int, console: Console) -> Iterator["Watch"]:
     """A bar with rounds, accuracy and time left, fed by the run."""
     columns = that_fit(
         console,
@@ -100,7 +102,7 @@ def _caption(metrics: dict[str, Any]) -> str:
     return "\n".join(facts)
 
 
-def planned_steps(experiment: Experiment) -> tuple[int, int]:
+def planned_steps(experiment: "Experiment") -> tuple[int, int]:
     """The local steps of the whole run, and the most of one device in one round."""
     setup = experiment.setup
 

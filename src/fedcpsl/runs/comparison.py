@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedcpsl.algorithms import find_algorithm
 from fedcpsl.config import Config, read_config, setting, to_toml, with_settings
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.runs import folder as files
-from fedcpsl.runs.experiment import build, load_data, with_whole_paths
 from fedcpsl.runs.files import new_folder, parse_json, read_json, sha256_of, to_json, write_whole
 from fedcpsl.settings import AUTO
 
@@ -42,6 +40,8 @@ Interval = dict[str, float | None]  # mean over seeds, and half_width of its 95 
 
 def compare_plan(base: Config, algorithms: Sequence[str], seeds: int, reach: Sequence[float]) -> Plan:
     """Algorithms beside each other; the first is what the others are compared with."""
+    from fedcpsl.algorithms import find_algorithm
+
     twice = [name for i, name in enumerate(algorithms) if name in algorithms[:i]]
     if twice:
         raise InputError(f"--algorithms: {twice[0]!r} stands there twice")
@@ -63,6 +63,8 @@ def sweep_plan(base: Config, grid: Mapping[str, Sequence[Any]], seeds: int, reac
 
 
 def _plan(kind: str, base: Config, cases: list[Case], seeds: int, reach: Sequence[float]) -> Plan:
+    from fedcpsl.runs.experiment import with_whole_paths
+
     base = replace(base, data=with_whole_paths(base.data))
     cases = [Case(case.name, {key: _whole_path(key, value) for key, value in case.settings.items()}) for case in cases]
     for case in cases:
@@ -81,6 +83,8 @@ def _whole_path(key: str, value: Any) -> Any:
 
 def check(plan: Plan) -> Config:
     """Refuse a case that cannot be run before any is; returns the first one's resolved config."""
+    from fedcpsl.runs.experiment import build, load_data
+
     harmless = {f"algorithm.{name}" for name in ("eta", "eta_lc", "gamma", "alpha_p", "alpha_r", "eta_v", "warm_up")}
     source, resolved = None, None
     for case in plan.cases:

@@ -164,7 +164,7 @@ def read_metrics(folder: Path) -> list[Metrics]:
 
 def _check_complete(folder: Path, metrics: list[Metrics]) -> None:
     """Refuse the metrics of a finished run that end before its last round, or leave some out."""
-    if not is_finished(folder):
+    if not is_finished(folder) or "adapted_from" in read_manifest(folder):  # which has its last round alone
         return
     config = read_run_config(folder)
     last, every = config.work.rounds + config.work.personal_rounds, config.run.evaluate_every

@@ -8,6 +8,11 @@ from fedcpsl.simulation.ranks import world
 from fedcpsl.torchrun import local_rank
 
 
+def has_gpu() -> bool:
+    """Whether there is a GPU, used or not."""
+    return torch.cuda.is_available()
+
+
 def choose_device(name: str) -> torch.device:
     """Where to compute; auto is cuda where there is one, else the cpu."""
     if name == settings.AUTO:

@@ -20,7 +20,7 @@ from fedcpsl.data.ondemand import OnDemand
 from fedcpsl.errors import InputError
 from fedcpsl.network import Network
 from fedcpsl.problem import Costs
-from fedcpsl.simulation.machine import choose_device, choose_dtype, set_precision
+from fedcpsl.simulation.machine import choose_device, choose_dtype, has_gpu, set_precision
 from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.shelf import Shelf
 from fedcpsl.simulation.stock import shelf_of
@@ -242,7 +242,7 @@ def choose_processes(processes: int | str, device: torch.device, active: int) ->
         return 1
     can_fork = sys.platform == "linux" and device.type == "cpu"
     if processes == settings.AUTO:
-        return min(torch.get_num_threads(), active) if can_fork and not torch.cuda.is_available() else 1
+        return min(torch.get_num_threads(), active) if can_fork and not has_gpu() else 1
     if int(processes) > 1 and not can_fork:
         raise InputError(f"run.processes = {processes}: needs Linux and the cpu; give 1")
     return int(processes)
