@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-.PHONY: demo test soak soak-calm soak-hosts soak-systemd flower-app check lint docs notebooks bench bench-cifar bench-devices bench-processes bench-gpu bench-peers bench-federation hostile uplink large-table clean
+.PHONY: demo test soak soak-calm soak-hosts soak-systemd flower-app check lint docs notebooks bench bench-cifar bench-devices bench-processes bench-gpu bench-peers bench-federation hostile uplink large-table package clean
 
 demo: .venv/ready
 	$(BIN)/fedcpsl run
@@ -91,6 +91,10 @@ uplink: .venv/ready
 .venv/ready-dev: .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
+
+# the wheel and the sdist, each tried in a clean environment
+package: .venv/ready
+	@$(BIN)/python -m tests.try_package
 
 clean:
 	rm -rf .venv docs/_build

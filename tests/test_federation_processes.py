@@ -150,3 +150,21 @@ def test_no_sample_label_state_or_path_is_in_what_was_sent(federation, name):
         assert data["y"][:12].astype(dtype).tobytes() not in sent
     for word in (str(desk.folder), "/tmp/pytest", "/home/", f"{name}.npz", "devices/", "keys/"):
         assert word.encode() not in sent, word
+
+
+def test_a_server_goes_back(federation):
+    """The last test: it changes the server's state."""
+    desk, _, _ = federation
+    wrong = [*desk.fedcpsl, "serve", "job.toml", "--keys", "keys", "--folder", "server", "--back-to", "77"]
+    refused = subprocess.run([*wrong, "--port", "0"], cwd=desk.folder, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "--back-to 77: server/server has no state of that round; there are: 0, 1, 2" in refused.stderr
+    before = desk.serving()
+    desk.serve("--back-to", "1")
+    try:
+        desk.wait_for_word("server", "back to the state after 1 rounds; control variates start at 0 again", LONGEST_S)
+        state = desk.serving()
+        assert (state.round, state.epoch > before.epoch, bool(state.server.c.any())) == (1, True, False)
+        assert [m.name for m in state.roster] == [m.name for m in before.roster]
+    finally:
+        desk.close()

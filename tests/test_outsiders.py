@@ -311,6 +311,32 @@ def test_a_second_server_touches_nothing(machines):
 
 
 @needs_hosts
+def test_keys_are_renewed_while_all_runs(machines):
+    """A device's key, and the server's certificate: nobody is started again."""
+    server, device = machines.folder / "server", machines.folder / "ward-3"
+    done = machines.run("server", "fedcpsl", "keys", "keys", "--renew", "ward-3")
+    assert done.returncode == 0, done.stderr
+    old = (device / "keys" / "ward-3").read_bytes()
+    (server / "keys" / "devices" / "ward-3.new").replace(device / "keys" / "ward-3")
+    machines.wait(lambda: "device 'ward-3': its new key is in use" in machines.log("server"))
+    (device / "old").write_bytes(old)
+    (device / "old").chmod(0o600)
+    (device / "stale").mkdir()
+    shutil.copy(device / "keys" / "ca.crt", device / "stale")
+    shutil.move(device / "old", device / "stale" / "ward-3")
+    asked = machines.run("ward-3", "fedcpsl", "status", "fed.example.org:8443", "--keys", "stale", "--name", "ward-3")
+    assert (asked.returncode, "this key was renewed" in asked.stderr) == (1, True)
+    for name in ("server.crt", "server.key"):
+        (server / "keys" / name).rename(server / f"old-{name}")
+    made = machines.run("server", "fedcpsl", "keys", "keys", "--server", "fed.example.org")
+    assert made.returncode == 0, made.stderr
+    machines.wait(lambda: "server.crt was renewed, and is in use" in machines.log("server"))
+    at = machines.status()["round"]
+    machines.wait(lambda: machines.status()["round"] >= at + 3)
+    assert all(d["problem"] is None for d in machines.status()["devices"])
+
+
+@needs_hosts
 def test_a_device_is_revoked_while_all_runs(machines):
     """By the page's own command: shut out at once, its weight stays, and so after a restart."""
     revoke, *_ = PAGE.read_text().partition("## Keys that change")[2].partition("```bash\n")[2].splitlines()
@@ -337,6 +363,14 @@ def test_a_device_is_revoked_while_all_runs(machines):
     again = {d["name"]: d for d in machines.status()["devices"]}
     assert again["ward-7"]["last_counted"] == counted
     assert machines.log("server").count("its key is revoked; it is shut out") == 2
+    forget = machines.run("server", "fedcpsl", "keys", "keys", "--revoke", "ward-7", "--forget")
+    assert forget.returncode == 0, forget.stderr
+    machines.wait(lambda: any(d["forgotten"] for d in machines.status()["devices"]))
+    machines.wait(lambda: "forgotten: ward-7; control variates start at 0 again" in machines.log("server"))
+    shown = machines.run("server", "fedcpsl", "status", "federation")
+    assert "forgotten: it has no weight any more" in shown.stdout
+    at = machines.status()["round"]
+    machines.wait(lambda: machines.status()["round"] >= at + 3)
 
 
 # Versions that do not match.
