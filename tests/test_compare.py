@@ -153,3 +153,26 @@ def test_plans():
         full_name("work.amuont")
     swept = sweep_plan(Config(), {"algorithm.gamma": [0.1, 0.2], "work.amount": [1, 2]}, 1, [])
     assert [case.name for case in swept.cases][:2] == ["gamma=0.1, amount=1", "gamma=0.1, amount=2"]
+
+
+def test_the_table_says_what_its_reader_must_know(tmp_path):
+    """Whether all did the same work, what chose the best, and what being computed side by side does."""
+    few = ["--seeds", "1", "--rounds", "1", "--set", "run.processes=1"]
+    unequal = fedcpsl("compare", "--algorithms", "fedcpsl,fedavg", *few, "--out", "a", cwd=tmp_path)
+    assert unequal.returncode == 0, unequal.stderr
+    said = " ".join(unequal.stdout.split())
+    assert "unequal work: fedcpsl took" in said
+    assert "give --matched-steps to compare like with like" in said
+    assert "computed side by side" in said
+    assert " steps " in said
+    page = (tmp_path / "a" / "report.html").read_text()
+    assert "unequal work: fedcpsl took" in page
+    equal = fedcpsl("compare", "--algorithms", "fedcpsl,fedavg", "--matched-steps", *few, "--out", "b", cwd=tmp_path)
+    assert "unequal work" not in equal.stdout
+    by_tests = fedcpsl("sweep", "--grid", "beta=.5,.9", *few, "--out", "c", cwd=tmp_path)
+    assert "chosen by test sets" in " ".join(by_tests.stdout.split())
+    kept = fedcpsl("sweep", "--grid", "beta=.5,.9", *few, "--set", "data.validation=0.2", "--out", "d", cwd=tmp_path)
+    assert kept.returncode == 0, kept.stderr
+    assert "chosen by test sets" not in kept.stdout
+    alone = fedcpsl("compare", "--algorithms", "fedcpsl", *few, "--out", "e", cwd=tmp_path)
+    assert "computed side by side" not in alone.stdout

@@ -22,6 +22,8 @@ from fedcpsl.runs.comparison import read_plan, run_folder, summarise
 from fedcpsl.runs.files import to_json, write_whole
 from fedcpsl.runs.folder import read_metrics
 
+UNEQUAL = 1.05  # times the fewest steps
+
 if TYPE_CHECKING:  # these import PyTorch, and showing a comparison needs none
     from fedcpsl.report.story import Story
     from fedcpsl.runs.companies import Announce, Planned
@@ -77,10 +79,12 @@ def comparison_table(summary: Mapping[str, Any]) -> Table:
     """Mean and 95 % interval over seeds, the difference to the first, the worst devices, and what it took."""
     cases, seeds = summary["cases"], summary["seeds"]
     rows = _rows(summary)
+    which = f"{len(seeds)} seeds ({seeds[0]} to {seeds[-1]})" if len(seeds) > 1 else f"seed {seeds[0]}"
     caption = (
-        f"accuracy in % on the devices' own tests, mean over {len(seeds)} seed{'s' * (len(seeds) > 1)} ({seeds[0]} to "
-        f"{seeds[-1]}); ± is half a 95 % interval, differences are paired by seed; to x %: first round at x, bytes sent"
+        f"accuracy in % on the devices' own tests, mean over {which}; ± is half a 95 % interval, differences are "
+        "paired by seed; steps: local steps of all devices; to x %: first round at x, bytes sent"
     )
+    caption = "\n".join([caption, *remarks(summary)])
     table = Table(caption=caption, caption_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for k, column in enumerate(rows[0]):
         table.add_column(Text(column), justify="left" if k == 0 else "right")
@@ -90,13 +94,37 @@ def comparison_table(summary: Mapping[str, Any]) -> Table:
     return table
 
 
+def remarks(summary: Mapping[str, Any]) -> list[str]:
+    """What a reader of the table must know: whether all did the same work, what chose the best, what rounding does."""
+    found = []
+    steps = {case["name"]: case["steps"]["mean"] for case in summary["cases"] if case["steps"]}
+    if steps and max(steps.values()) > UNEQUAL * min(steps.values()):
+        most, fewest = max(steps, key=steps.__getitem__), min(steps, key=steps.__getitem__)
+        how = "--matched-steps" if summary["kind"] == "compare" else "--set work.matched_steps=true"
+        found.append(
+            f"unequal work: {most} took {steps[most]:,.0f} local steps, {fewest} {steps[fewest]:,.0f}; algorithms that "
+            f"use labels alone have fewer in an epoch: give {how} to compare like with like"
+        )
+    if summary["kind"] == "sweep" and not any(case["validation"] for case in summary["cases"]):
+        found.append(
+            "chosen by test sets: the best of these is flattered by having been chosen; keep validation samples with "
+            "--set data.validation=0.1 to choose by"
+        )
+    if len(summary["cases"]) * len(summary["seeds"]) > 1:
+        found.append(
+            "computed side by side: a run by itself rounds otherwise in float32, and may end some tenths of a point "
+            "away; with --set run.dtype=float64 it does not"
+        )
+    return found
+
+
 def _rows(summary: Mapping[str, Any]) -> list[list[str]]:
     cases, reach = summary["cases"], summary["reach"]
     shown = [key for key in ("validation", "global") if any(case[key] for case in cases)]
     first = cases[0]["name"]
     of = "algorithm" if summary["kind"] == "compare" else "settings"
     head = [of, "personal", f"less {first}", "worst tenth"]
-    head += [*shown, "uplink", *(f"to {100 * r:g} %" for r in reach)]
+    head += [*shown, "steps", "uplink", *(f"to {100 * r:g} %" for r in reach)]
     if len(cases) == 1:
         head.remove(f"less {first}")
     rows = [head]
@@ -105,6 +133,7 @@ def _rows(summary: Mapping[str, Any]) -> list[list[str]]:
         if len(cases) > 1:
             row.append(_interval(case["difference"], sign=True))
         row += [_interval(case["worst_tenth"]), *(_interval(case[key], bare=True) for key in shown)]
+        row.append(f"{case['steps']['mean']:,.0f}" if case["steps"] else "-")
         row.append(size(round(case["uplink_bytes"]["mean"])) if case["uplink_bytes"] else "-")
         row += [_reached(r, len(summary["seeds"])) for r in case["reach"]]
         rows.append(row)
@@ -205,9 +234,10 @@ def _results(summary: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
         lines.append(f'<tr{" class=best" * (i == best)}><th scope="row">{escape(first)}</th>{values}</tr>')
     says = (
         f"{len(rows)} cases, {len(summary['seeds'])} seeds; runs of one seed share split, devices and samples. "
-        "Accuracies are in %, ± is half a 95 % interval over seeds, differences are paired by seed; to x %: the first "
-        "round at x and the bytes sent by then."
+        "Accuracies are in %, ± is half a 95 % interval over seeds, differences are paired by seed; steps are the "
+        "local steps of all devices; to x %: the first round at x and the bytes sent by then."
     )
+    says = '</p><p class="say">'.join([escape(says), *map(escape, remarks(summary))])
     figures = ""
     if "sweep" in pictures:
         words = "Mean personal accuracy, %: on validation samples where there are some, else on the tests."
