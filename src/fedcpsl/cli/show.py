@@ -22,6 +22,7 @@ def print_results(folders: Sequence[Path]) -> None:
     from fedcpsl.report.comparison import print_comparison
     from fedcpsl.report.fitting import print_table, room
     from fedcpsl.report.terminal import results_table, sparkline
+    from fedcpsl.report.verdict import of_run
     from fedcpsl.runs.comparison import is_comparison
     from fedcpsl.runs.folder import final_metrics, read_metrics
 
@@ -35,6 +36,8 @@ def print_results(folders: Sequence[Path]) -> None:
         print("personal accuracy by round", end="  " if room(console) >= BESIDE else "\n")
         curve = sparkline([m["personal"]["mean"] or 0.0 for m in read_metrics(folder)], min(60, room(console)))
         print(curve + ("" if final["finished"] else "  (not finished)"))
+        for text in of_run(folder, final):
+            print(text)
 
 
 def print_json(folders: Sequence[Path]) -> None:

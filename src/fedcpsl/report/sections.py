@@ -12,6 +12,7 @@ from fedcpsl.report.lead import sentence
 from fedcpsl.report.rerun import rerun_section
 from fedcpsl.report.story import Line, Story
 from fedcpsl.report.tables import Column, Table, percent, points, seconds, size, to_html
+from fedcpsl.report.verdict import verdicts
 from fedcpsl.runs.holdings import Holdings, filled, read_holdings
 
 MOST_SPLITS, MOST_CELLS = 4, 6_000  # of the maps of a page: keeps it small
@@ -76,6 +77,8 @@ def _head(story: Story, title: str) -> str:
     name, _, on = (title or title_of(story)).partition(" on ")
     heading = f"<h1>{escape(name)}{f' <span>on {escape(on)}</span>' if on else ''}</h1>"
     lead = f'<p class="lead">{escape(sentence(story))}</p>' if story.lines else ""
+    if len(story.runs) == 1 and story.runs[0].devices:
+        lead += "".join(f'<p class="say">{escape(text)}.</p>' for text in verdicts(story.runs[0].folder))
     notes = "" if story.over else f'<p class="say">Not finished: {escape(state_of(story))}.</p>'
     for folder, reason in list(story.failed.items())[:MOST_FAILED]:
         notes += f'<p class="say">Failed and left out: <code>{escape(folder)}</code>: {escape(reason)}</p>'
