@@ -317,6 +317,8 @@ def test_keys_are_renewed_while_all_runs(machines):
     done = machines.run("server", "fedcpsl", "keys", "keys", "--renew", "ward-3")
     assert done.returncode == 0, done.stderr
     old = (device / "keys" / "ward-3").read_bytes()
+    (device / "keys" / "ward-3").write_bytes(old[:40])  # as while it is being copied
+    machines.wait(lambda: "is not a private key that `fedcpsl keys` made" in machines.log("ward-3"))
     (server / "keys" / "devices" / "ward-3.new").replace(device / "keys" / "ward-3")
     machines.wait(lambda: "device 'ward-3': its new key is in use" in machines.log("server"))
     (device / "old").write_bytes(old)

@@ -72,13 +72,14 @@ def join(server: str, owner: DeviceConfig, ca: Path | None, key: Path | None, sa
         _check_keys(ca, key, say)
     make_folder(owner.folder, private=True)
     handler, place = Handler(owner), Server(host, port, owner.name, ca, key)
+    place.headers(ORDER)  # a key that is none is an error now; later it may be in the middle of being replaced
     problems, pause = _Problems(say), 0.0
     while True:
         try:
             take_part_once(place, handler)
             problems.over()
             pause = 0.0
-        except (RunError, OSError, HTTPException) as error:
+        except (InputError, RunError, OSError, HTTPException) as error:
             problems.say(f"{server}: {problem_of(error)}")
             pause = min(max(2 * pause, FIRST_PAUSE_S), LONGEST_PAUSE_S)
             time.sleep(pause * random.uniform(0.5, 1.0))  # not all devices at once
@@ -139,7 +140,7 @@ def _refusal(response: HTTPResponse) -> str:
 def problem_of(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
         return f"{tls_problem(error)} ({error})"
-    if isinstance(error, RunError):
+    if isinstance(error, RunError | InputError):
         return str(error)
     if isinstance(error, OSError):
         return f"cannot be reached ({error.strerror or error}); it is tried for as long as it takes"
