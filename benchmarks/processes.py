@@ -30,7 +30,7 @@ def measure(way: str, count: int, rounds: int, active: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         command = [*start, "-m", "fedcpsl", "run", str(ROOT / "experiments/mnist.toml"), "--out", str(out)]
-        command += ["--rounds", str(rounds), "--active", str(active), "--device", "cpu"]
+        command += ["--rounds", str(rounds), "--active", str(active), "--processor", "cpu"]
         command += ["--set", f"run.processes={processes}"]
         before = matmul_rate()
         done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)

@@ -34,7 +34,7 @@ SETTINGS = {
     "run.checkpoint_seconds": 0,
     "run.evaluate_every": 2,
 }
-RUN = ["run", "--rounds", "60", "--devices", "5", "--active", "3", "--loss-rate", ".2", "--device", "cpu"]
+RUN = ["run", "--rounds", "60", "--devices", "5", "--active", "3", "--loss-rate", ".2", "--processor", "cpu"]
 RUN += [f"--set={name}={value}" for name, value in SETTINGS.items()]
 
 

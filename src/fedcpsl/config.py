@@ -140,7 +140,7 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "--seed": "run.seed",
         "--executor": "run.executor",
         "--store": "run.store",
-        "--device": "run.device",
+        "--processor": "run.device",
         "--precision": "run.precision",
     }
 )

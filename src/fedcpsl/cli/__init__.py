@@ -51,6 +51,7 @@ examples:
 """
 
 LONGEST = 4000  # characters of an error
+RENAMED = {"--device": "what to compute on is given with --processor (cpu, cuda, mps), how many devices with --devices"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,8 +60,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ").split()
         if len(unknown) and message.startswith("unrecognized") and unknown[0].startswith("-"):
-            known = [flag for flag in _flags(self) if flag != unknown[0]]  # another command's flag of that name
-            message = f"{unknown[0]}: no such option; {did_you_mean(unknown[0].partition('=')[0], known)}"
+            flag = unknown[0].partition("=")[0]
+            known = [each for each in _flags(self) if each != flag]  # another command's flag of that name
+            message = f"{unknown[0]}: no such option; {RENAMED.get(flag) or did_you_mean(flag, known)}"
         raise InputError(message)
 
 
