@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 BESIDE = 88  # columns from which on a curve goes beside its title
@@ -37,7 +38,7 @@ def print_results(folders: Sequence[Path]) -> None:
         curve = sparkline([m["personal"]["mean"] or 0.0 for m in read_metrics(folder)], min(60, room(console)))
         print(curve + ("" if final["finished"] else "  (not finished)"))
         for text in of_run(folder, final):
-            print(text)
+            print(fill(text, room(console)))
 
 
 def print_json(folders: Sequence[Path]) -> None:
