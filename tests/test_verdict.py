@@ -53,7 +53,7 @@ def test_a_run_says_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["--partition", "iid", "--devices", "5", "--rounds", "20", "--set", "run.processes=1"]
     assert run_command(["run", *words, "--out", "r"]) == 0
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
     assert "the personal models are worse than the global one" in said
     assert "use the global model (--device global)" in said
     assert "the personal models are worse than the global one" in (tmp_path / "r" / "report.html").read_text()
