@@ -4,6 +4,7 @@ The federation is started by the commands of docs/federation.md, word for word, 
 The outsider has `ca.crt`, which is no secret, and an app that would leave a mark wherever it ran.
 """
 
+import contextlib
 import csv
 import json
 import os
@@ -18,7 +19,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip("cryptography", reason="cryptography is not installed: pip install 'fedcpsl[federation]'")
@@ -369,7 +369,7 @@ def test_a_device_is_revoked_while_all_runs(machines):
     assert forget.returncode == 0, forget.stderr
     machines.wait(lambda: any(d["forgotten"] for d in machines.status()["devices"]))
     machines.wait(lambda: "forgotten: ward-7; control variates start at 0 again" in machines.log("server"))
-    shown = machines.run("server", "fedcpsl", "status", "federation")
+    shown = machines.run("server", "fedcpsl", "status", "federation", environment={"COLUMNS": "200"})
     assert "forgotten: it has no weight any more" in shown.stdout
     at = machines.status()["round"]
     machines.wait(lambda: machines.status()["round"] >= at + 3)
@@ -435,12 +435,9 @@ def test_an_older_server_is_refused_clearly(tmp_path):
     finally:
         desk.close()
         for number in (signal.SIGTERM, signal.SIGKILL):
-            with pytest.MonkeyPatch.context():
-                try:
-                    os.killpg(link.pid, number)
-                except ProcessLookupError:
-                    break
-                time.sleep(1)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(link.pid, number)
+            time.sleep(1)
         link.wait()
 
 
@@ -487,4 +484,3 @@ def test_numbers_of_the_page_are_those_of_the_code():
     assert f"of which too few can be counted ({Rules(1, 0, 1.0).attempts})" in text
     assert KEPT == 5
     assert "one of the last five states" in text
-    assert np.isfinite(BOUND)
