@@ -3,7 +3,6 @@
 All that its devices send is recorded, and every byte of it is accounted for.
 """
 
-import json
 import re
 import stat
 import subprocess
@@ -48,37 +47,32 @@ def federation(tmp_path_factory):
         desk.wait_for_word("mallory", "does not let this device in", LONGEST_S)
         for name, recorder in recorders.items():
             desk.join(name, address=recorder.address, share=name == "dev0")
-        desk.wait(lambda status: len(status["devices"]) == 2, LONGEST_S)
-        from_elsewhere = [*desk.fedcpsl, "status", desk.address, "--keys", "keys", "--json"]
-        asked = subprocess.run(from_elsewhere, cwd=folder, capture_output=True, text=True)
         desk.wait(lambda status: status["over"], LONGEST_S)
         assert desk.processes["server"].wait(LONGEST_S) == 0
     finally:
         desk.close()
         for recorder in recorders.values():
             recorder.close()
-    return desk, recorders, asked
+    return desk, recorders
 
 
 def test_two_devices_and_a_stranger(federation):
     """The simulator's answer to 1e-6; a device with a key that the server does not have never gets in."""
-    desk, _, asked = federation
+    desk, _ = federation
     folder = desk.folder
     assert [member.name for member in desk.serving().roster] in (["dev0", "dev1"], ["dev1", "dev0"])
     assert furthest(desk) < 1e-6
     assert desk.invariant_gap() < 1e-6
-    assert "round 2 of 2" in (folder / "server.log").read_text() or "all rounds are done" in desk.logs()
+    assert "all rounds are done" in (folder / "server.log").read_text()
     assert list((folder / "devices" / "mallory").iterdir()) == []  # no run's state
     assert "as device/mallory: refused: no key is known" in (folder / "server.log").read_text()
     shown = subprocess.run([*desk.fedcpsl, "status", "server"], cwd=folder, capture_output=True, text=True)
     assert "round 2 of 2, over" in shown.stdout
     assert "dev1" in shown.stdout
-    if asked.returncode == 0:  # else it was over by then
-        assert {device["name"] for device in json.loads(asked.stdout)["devices"]} == {"dev0", "dev1"}
 
 
 def test_nobody_else_on_the_machine_can_read_what_is_kept(federation):
-    desk, _, _ = federation
+    desk, _ = federation
     kept = [*(desk.folder / "server").rglob("*"), *(desk.folder / "devices").rglob("*")]
     assert {path.name for path in kept} >= {"device.safetensors", "server.safetensors", "status.json", "job.toml"}
     closed = [path for path in kept if path.is_dir()] + [desk.folder / "server"]
@@ -101,7 +95,7 @@ def sent_by(name, recorders):
 
 @pytest.mark.parametrize("name", ["dev0", "dev1"])
 def test_nothing_leaves_a_device_but_what_is_explained(federation, name):
-    desk, recorders, _ = federation
+    desk, recorders = federation
     for request in recorders[name].requests:
         assert set(request.headers) <= ENVELOPE, request.headers
         assert request.path in (ORDER, ANSWER)
@@ -130,7 +124,7 @@ def test_nothing_leaves_a_device_but_what_is_explained(federation, name):
 @pytest.mark.parametrize("name", ["dev0", "dev1"])
 def test_no_sample_label_state_or_path_is_in_what_was_sent(federation, name):
     """Looked for as bytes in everything, whatever it was part of."""
-    desk, recorders, _ = federation
+    desk, recorders = federation
     sent = b"|".join(recorders[name].sent)
     deltas = [packet.message.tensors["delta"].numpy().tobytes() for packet in sent_by(name, recorders)[1:3]]
     assert all(delta in sent for delta in deltas)  # what is sent is found so
@@ -154,7 +148,7 @@ def test_no_sample_label_state_or_path_is_in_what_was_sent(federation, name):
 
 def test_a_server_goes_back(federation):
     """The last test: it changes the server's state."""
-    desk, _, _ = federation
+    desk, _ = federation
     wrong = [*desk.fedcpsl, "serve", "job.toml", "--keys", "keys", "--folder", "server", "--back-to", "77"]
     refused = subprocess.run([*wrong, "--port", "0"], cwd=desk.folder, capture_output=True, text=True)
     assert refused.returncode == 2

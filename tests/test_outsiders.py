@@ -239,6 +239,18 @@ def test_an_outsider_finds_one_port_on_the_server_and_none_on_devices(machines):
 
 
 @needs_hosts
+def test_the_operator_sees_how_it_goes(machines):
+    """By the page's own commands, from the folder and over the network; a device's key shows that device."""
+    for command in documented("3.")[1:]:
+        shown = machines.run("server", *shlex.split(command))
+        assert shown.returncode == 0, shown.stderr
+        assert all(name in shown.stdout for name in ("ward-3", "ward-7")), command
+    words = ["fedcpsl", "status", "fed.example.org:8443", "--keys", "keys", "--name", "ward-3", "--json"]
+    own = machines.run("ward-3", *words)
+    assert [device["name"] for device in json.loads(own.stdout)["devices"]] == ["ward-3"]
+
+
+@needs_hosts
 def test_an_outsider_with_a_key_of_its_own_is_refused(machines):
     outsider = machines.folder / "outsider"
     made = machines.run("outsider", "fedcpsl", "keys", "own", "--server", "x", "--devices", "ward-3")

@@ -49,7 +49,7 @@ class KeyRing:
         try:
             found = revoked_devices(self._keys)
         except RunError as error:
-            self.report("keys", "", str(error))
+            self._say_once_a_minute(str(error))
             return self._banned or set()
         with self._lock:
             for name in sorted(found - (self._banned or set())):
@@ -62,14 +62,17 @@ class KeyRing:
         try:
             return forgotten_devices(self._keys)
         except RunError as error:
-            self.report("keys", "", str(error))
+            self._say_once_a_minute(str(error))
             return set()
 
     def report(self, peer: str, line: str, problem: str) -> None:
-        """Say that a request was refused; the same one once a minute."""
+        """Say that a request was refused, and by whom it was signed as it says."""
         words = line.split()
         who = printable(words[1], 80) if len(words) > 1 else "nobody"
-        text, now = f"{peer}, as {who}: refused: {problem}", time.monotonic()
+        self._say_once_a_minute(f"{peer}, as {who}: refused: {problem}")
+
+    def _say_once_a_minute(self, text: str) -> None:
+        now = time.monotonic()
         with self._lock:
             if now - self._reported.get(text, -AGAIN_S) < AGAIN_S or len(self._reported) >= MOST_REPORTS:
                 self._reported = {t: at for t, at in self._reported.items() if now - at < AGAIN_S}
@@ -85,7 +88,7 @@ class KeyRing:
         try:
             context.load_cert_chain(self._keys / "server.crt", self._keys / "server.key")
         except OSError as error:  # half of the pair may be new
-            self.report("server.crt", "", f"the new certificate cannot be used yet ({error})")
+            self._say_once_a_minute(f"server.crt: the new certificate cannot be used yet ({error})")
             return
         self._certificate = stamp
         self._say("server.crt was renewed, and is in use")

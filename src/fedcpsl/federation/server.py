@@ -70,10 +70,10 @@ def serve(
         state = state._replace(failures=0)  # who starts it again wants it tried again
         yield state
         while state.round < rules.rounds:
-            remembered = forget(state, to_forget())
-            if remembered.epoch != state.epoch:
-                save_serving(folder, remembered)
-            state = _one_turn(terms, rules, remembered, transport)
+            epoch, state = state.epoch, forget(state, to_forget())
+            if state.epoch != epoch:
+                save_serving(folder, state)  # before any device hears of it
+            state = _one_turn(terms, rules, state, transport)
             save_serving(folder, state)
             yield state
         yield _end(terms, rules, state, transport)
