@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from fedcpsl.deployment.job import server_terms
 from fedcpsl.federation.device_store import settle
@@ -82,6 +83,7 @@ def main() -> None:
     options.add_argument("--minutes", type=float, default=25)
     options.add_argument("--odd", action="store_true", help="devices that misbehave instead of kills")
     chosen = options.parse_args()
+    torch.set_num_threads(1)  # as the devices have: sums of float32 numbers depend on it
     if chosen.odd:
         with tempfile.TemporaryDirectory() as folder:
             odd_devices(Path(folder))
