@@ -23,16 +23,16 @@ def test_half_of_an_interval():
     ],
 )
 def test_which_is_better(pairs, words):
-    said = verdict("A", "B", pairs, "do C")
+    said = verdict("A", "B", [pairs], "do C")
     assert words in said
     assert said.endswith("do C") == ("worse" in words)
 
 
 def test_interval_and_counts():
     """Differences 30, 35, 40: mean 35, deviation 5: 35 +- 4.3027 * 5 / sqrt(3) = 35 +- 12.42."""
-    said = verdict("A", "B", [(0.9, 0.5), (0.85, 0.5), (0.8, 0.5)], "")
+    said = verdict("A", "B", [[(0.9, 0.5), (0.85, 0.5), (0.8, 0.5)]], "")
     assert "(95 % interval +22.6 to +47.4), better on 3 of 3 devices, worse on 0" in said
-    assert verdict("A", "B", [(0.5, 0.5), (0.6, 0.6)], "") == ""  # they are the same model
+    assert verdict("A", "B", [[(0.5, 0.5), (0.6, 0.6)]], "") == ""  # they are the same model
 
 
 def test_of_a_folder(tmp_path):

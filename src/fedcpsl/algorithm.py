@@ -27,6 +27,11 @@ class Parts(NamedTuple):
     everyone: bool = False  # defined for full participation only
     alone: bool = False  # no server: each device trains its localized model for itself
 
+    @property
+    def gradients_per_step(self) -> int:
+        """Minibatch gradients of a local step: of each model that is trained, on labelled and on unlabelled samples."""
+        return (2 if self.personal and not self.alone else 1) * (2 if self.unlabelled else 1)
+
 
 class Hyper(NamedTuple):
     """Numbers that only scale: one of each per slot, shape [...]."""

@@ -32,7 +32,7 @@ class Work(NamedTuple):
     batch_labelled: int
     batch_unlabelled: int
     loss_rate: float
-    matched: bool = False  # count an epoch over all samples also where labels alone are used
+    matched: bool = False  # an epoch is a pass over all samples, also where the algorithm uses labels alone
 
 
 class DeviceRound(NamedTuple):

@@ -1,7 +1,9 @@
 """Every setting: its default, what it may be, and what it means. Nothing here imports torch."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from fedcpsl.errors import printable
 from fedcpsl.kinds import (
     choice,
     is_labelled_share,
@@ -79,6 +81,11 @@ class Data:
     normalise: str = choice(
         AUTO, "inputs less their mean, over their deviation, from training data", AUTO, "standard", "none"
     )
+
+    @property
+    def title(self) -> str:
+        """What people call the samples: the file's name, or the data set's."""
+        return printable(Path(self.file).name) if self.file else self.dataset
 
 
 @dataclass(frozen=True)
@@ -159,7 +166,11 @@ class Work:
         [1, 5], "the range that hlu draws epochs from", "two whole numbers, the smaller first", is_range
     )
     matched_steps: bool = choice(
-        False, "count an epoch over all samples also where an algorithm uses labels alone", True, False
+        True,
+        "equal steps for every algorithm: an epoch is a pass over all of a device's samples; false: over those that "
+        "the algorithm uses",
+        True,
+        False,
     )
     personal_rounds: int = whole(
         0, "rounds after the last in which every device trains its localized model alone, sending nothing", 0

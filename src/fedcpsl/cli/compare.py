@@ -31,7 +31,10 @@ def add(commands: Any) -> None:
         help=f"what to compare; the first is what others are measured by [{ALGORITHMS}]",
     )
     compare.add_argument(
-        "--matched-steps", action="store_true", help="as many local steps for algorithms that use labels alone"
+        "--matched-steps",
+        action=argparse.BooleanOptionalAction,
+        help="equal local steps for all; --no-matched-steps: an epoch is a pass over what an algorithm uses, which is "
+        "shorter where that is labels alone [--matched-steps]",
     )
     add_many_runs(compare)
     add_settings(compare, leave_out=("--algorithm",))
@@ -50,8 +53,9 @@ def add_many_runs(command: argparse.ArgumentParser) -> None:
 
 def _compare(parsed: argparse.Namespace) -> int:
     if parsed.resume:
-        return resume_runs(parsed, parsed.algorithms is not None or parsed.matched_steps)
-    config = config_of(parsed, {"work.matched_steps": True} if parsed.matched_steps else {})
+        return resume_runs(parsed, parsed.algorithms is not None or parsed.matched_steps is not None)
+    matched = parsed.matched_steps
+    config = config_of(parsed, {} if matched is None else {"work.matched_steps": matched})
     seeds, reach = seeds_and_reach(parsed)
     from fedcpsl.runs.comparison import compare_plan
 

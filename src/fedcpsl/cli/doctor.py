@@ -139,7 +139,7 @@ def _say_estimate(experiment: "Experiment", found: "Estimate", machine: Mapping[
     facts = [
         (
             "what",
-            f"{config.algorithm.name} on {config.data.dataset}, {setup.devices} devices, {found.rounds} rounds, "
+            f"{config.algorithm.name} on {config.data.title}, {setup.devices} devices, {found.rounds} rounds, "
             f"{found.steps:,} local steps, {found.parameters:,} parameters",
         ),
         (

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,9 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from fedcpsl.report.fitting import if_it_fits, print_table, that_fit
+from fedcpsl.report.fitting import if_it_fits, print_table, room, that_fit
 from fedcpsl.report.tables import size
 from fedcpsl.report.terminal import percent
+from fedcpsl.report.verdict import judged, of_comparison
 from fedcpsl.runs.comparison import read_plan, run_folder, summarise
 from fedcpsl.runs.files import to_json, write_whole
 from fedcpsl.runs.folder import read_metrics
@@ -71,8 +73,11 @@ def _look_away(round: int, metrics: dict[str, Any] | None) -> None:
 
 
 def print_comparison(folder: Path) -> None:
-    """The table of a finished comparison."""
-    print_table(comparison_table(summarise(folder)))
+    """The table of a finished comparison, and what it says."""
+    summary, console = summarise(folder), Console()
+    print_table(comparison_table(summary), console)
+    for text in of_comparison(summary):
+        print(fill(text, room(console)))
 
 
 def comparison_table(summary: Mapping[str, Any]) -> Table:
@@ -80,18 +85,47 @@ def comparison_table(summary: Mapping[str, Any]) -> Table:
     cases, seeds = summary["cases"], summary["seeds"]
     rows = _rows(summary)
     which = f"{len(seeds)} seeds ({seeds[0]} to {seeds[-1]})" if len(seeds) > 1 else f"seed {seeds[0]}"
+    per_step = "; gradients: of a step, one per model and minibatch" * ("gradients" in rows[0])
     caption = (
         f"accuracy in % on the devices' own tests, mean over {which}; ± is half a 95 % interval, differences are "
-        "paired by seed; steps: local steps of all devices; to x %: first round at x, bytes sent"
+        f"paired by seed; steps: local steps of all devices{per_step}; to x %: first round at x, bytes sent"
     )
     caption = "\n".join([caption, *remarks(summary)])
-    table = Table(caption=caption, caption_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table = Table(
+        title=Text(headline(summary)),
+        title_justify="left",
+        caption=caption,
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
     for k, column in enumerate(rows[0]):
         table.add_column(Text(column), justify="left" if k == 0 else "right")
-    best = max(range(len(cases)), key=lambda i: cases[i]["personal"]["mean"] if cases[i]["personal"] else -1)
+    best = _best(cases)
     for i, row in enumerate(rows[1:]):
         table.add_row(*map(Text, row), style="bold" if i == best else "")
     return table
+
+
+def headline(summary: Mapping[str, Any]) -> str:
+    """What was compared on what; of a sweep also what judged it."""
+    cases, on = summary["cases"], f" on {summary['data']}" if summary.get("data") else ""
+    if summary["kind"] == "compare":
+        return f"{len(cases)} algorithms{on}"
+    swept = ", ".join(key.partition(".")[2] for key in cases[0]["settings"])
+    by = "validation samples" if _has_validation(summary) else "test sets"
+    return f"sweep of {swept}{on}, judged by {by}"
+
+
+def _has_validation(summary: Mapping[str, Any]) -> bool:
+    return any(case["validation"] for case in summary["cases"])
+
+
+def _best(cases: Sequence[Mapping[str, Any]]) -> int:
+    """The place of the best case, by validation samples where there are some."""
+    means = [judged(case)["mean"] if case["personal"] else -1 for case in cases]
+    return means.index(max(means))
 
 
 def remarks(summary: Mapping[str, Any]) -> list[str]:
@@ -100,12 +134,11 @@ def remarks(summary: Mapping[str, Any]) -> list[str]:
     steps = {case["name"]: case["steps"]["mean"] for case in summary["cases"] if case["steps"]}
     if steps and max(steps.values()) > UNEQUAL * min(steps.values()):
         most, fewest = max(steps, key=steps.__getitem__), min(steps, key=steps.__getitem__)
-        how = "--matched-steps" if summary["kind"] == "compare" else "--set work.matched_steps=true"
         found.append(
-            f"unequal work: {most} took {steps[most]:,.0f} local steps, {fewest} {steps[fewest]:,.0f}; algorithms that "
-            f"use labels alone have fewer in an epoch: give {how} to compare like with like"
+            f"unequal work: {most} took {steps[most]:,.0f} local steps, {fewest} {steps[fewest]:,.0f}"
+            + ("" if summary.get("matched_steps", True) else "; leave out --no-matched-steps to compare like with like")
         )
-    if summary["kind"] == "sweep" and not any(case["validation"] for case in summary["cases"]):
+    if summary["kind"] == "sweep" and not _has_validation(summary):
         found.append(
             "chosen by test sets: the best of these is flattered by having been chosen; keep validation samples with "
             "--set data.validation=0.1 to choose by"
@@ -124,7 +157,8 @@ def _rows(summary: Mapping[str, Any]) -> list[list[str]]:
     first = cases[0]["name"]
     of = "algorithm" if summary["kind"] == "compare" else "settings"
     head = [of, "personal", f"less {first}", "worst tenth"]
-    head += [*shown, "steps", "uplink", *(f"to {100 * r:g} %" for r in reach)]
+    gradients = len({case["gradients_per_step"] for case in cases} - {None}) > 1
+    head += [*shown, "steps", *["gradients"] * gradients, "uplink", *(f"to {100 * r:g} %" for r in reach)]
     if len(cases) == 1:
         head.remove(f"less {first}")
     rows = [head]
@@ -134,6 +168,8 @@ def _rows(summary: Mapping[str, Any]) -> list[list[str]]:
             row.append(_interval(case["difference"], sign=True))
         row += [_interval(case["worst_tenth"]), *(_interval(case[key], bare=True) for key in shown)]
         row.append(f"{case['steps']['mean']:,.0f}" if case["steps"] else "-")
+        if gradients:
+            row.append(f"{case['gradients_per_step'] or '-'}")
         row.append(size(round(case["uplink_bytes"]["mean"])) if case["uplink_bytes"] else "-")
         row += [_reached(r, len(summary["seeds"])) for r in case["reach"]]
         rows.append(row)
@@ -168,8 +204,13 @@ def write_comparison(folder: Path) -> Path:
         write_whole(folder / "plots" / f"{name}.svg", svg)
     write_whole(folder / "summary.json", to_json(summary, indent=2) + "\n")
     write_whole(folder / "results.csv", _csv(summary))
-    write_whole(folder / "report.html", page_of(_story(folder), summary=_results(summary, pictures)))
+    write_whole(folder / "report.html", page_of(_story(folder), _title(summary), _results(summary, pictures)))
     return folder / "report.html"
+
+
+def _title(summary: Mapping[str, Any]) -> str:
+    """The page's own for algorithms; a sweep says what judged it."""
+    return headline(summary) if summary["kind"] == "sweep" else ""
 
 
 def _story(folder: Path) -> "Story":
@@ -207,7 +248,8 @@ def curve_of(runs: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[list[int], np
 def _csv(summary: Mapping[str, Any]) -> str:
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
-    keys = ("personal", "worst_tenth", "global", "localized", "validation", "uplink_bytes", "steps", "seconds")
+    keys = ("personal", "worst_tenth", "global", "localized", "validation", "uplink_bytes", "steps")
+    keys += ("gradients_per_step", "seconds")
     targets = [f"{what}_to_{r:g}" for r in summary["reach"] for what in ("rounds", "uplink_bytes")]
     swept = list(summary["cases"][0]["settings"]) if summary["kind"] == "sweep" else []
     table.writerow(["case", *swept, "seed", *keys, *targets])
@@ -226,18 +268,20 @@ def _results(summary: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
     from fedcpsl.report.page import inline_svg
 
     head, *rows = _rows(summary)
-    best = max(range(len(rows)), key=lambda i: (summary["cases"][i]["personal"] or {}).get("mean") or -1)
+    best = _best(summary["cases"])
     titles = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
     lines = []
     for i, (first, *cells) in enumerate(rows):
         values = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
         lines.append(f'<tr{" class=best" * (i == best)}><th scope="row">{escape(first)}</th>{values}</tr>')
+    per_step = ", gradients those of a step, one per model and minibatch" * ("gradients" in head)
     says = (
         f"{len(rows)} cases, {len(summary['seeds'])} seeds; runs of one seed share split, devices and samples. "
         "Accuracies are in %, ± is half a 95 % interval over seeds, differences are paired by seed; steps are the "
-        "local steps of all devices; to x %: the first round at x and the bytes sent by then."
+        f"local steps of all devices{per_step}; to x %: the first round at x and the bytes sent by then."
     )
     says = '</p><p class="say">'.join([escape(says), *map(escape, remarks(summary))])
+    told = "".join(f"<p>{escape(text)}.</p>" for text in of_comparison(summary))
     figures = ""
     if "sweep" in pictures:
         words = "Mean personal accuracy, %: on validation samples where there are some, else on the tests."
@@ -245,6 +289,7 @@ def _results(summary: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
             f'<figure class="picture sweep">{inline_svg(pictures["sweep"])}<figcaption>{words}</figcaption></figure>'
         )
     return (
-        f'<h2>Results</h2><p class="say">{says}</p><div class="wide" role="region" tabindex="0" aria-label="results">'
+        f'<h2>Results</h2>{told}<p class="say">{says}</p>'
+        '<div class="wide" role="region" tabindex="0" aria-label="results">'
         f'<table class="sorts"><thead><tr>{titles}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>{figures}'
     )

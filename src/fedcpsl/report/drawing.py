@@ -8,7 +8,7 @@ from fedcpsl.report.charts import COLOURS, Chart, Series
 from fedcpsl.runs.holdings import Holdings
 
 WIDTH, HEIGHT = 760, 300
-LEFT, RIGHT, TOP, BOTTOM = 46, 14, 10, 38
+LEFT, RIGHT, TOP, BOTTOM = 46, 14, 26, 38
 DASHES = ("", "7 3", "2 3")
 MOST_KEYS = 12
 BANDS = {"devices": "one standard deviation over devices", "seeds": "the 95 % interval over seeds", "": "no band"}
@@ -68,6 +68,7 @@ def draw(chart: Chart) -> str:
     for t in chart["xticks"]:
         parts.append(f'<text x="{x(t)}" y="{HEIGHT - BOTTOM + 17}" text-anchor="middle">{tick_text(t)}</text>')
     parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 3}" text-anchor="end">{escape(chart["x"])}</text>')
+    parts.append(f'<text x="0" y="12">{escape(chart["y"])}</text>')
     ordered = sorted(chart["series"], key=lambda s: -s["colour"])
     bands = [s for s in ordered if chart["band"] and s["colour"] < COLOURS]
     parts += [_band(s, chart["band"], x, y) for s in bands]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from fedcpsl.report.story import Line, Story, Told, alone_for
-from fedcpsl.report.tables import Column, Table, percent, plain, points, seconds, size
+from fedcpsl.report.tables import Column, Table, count, percent, plain, points, seconds, size
 from fedcpsl.runs.comparison import interval, reached
 from fedcpsl.runs.folder import Metrics
 
@@ -43,6 +43,8 @@ def summary(story: Story) -> Table:
                 "worst_tenth": over_seeds(line, "personal", "worst_tenth"),
                 "gain": interval(gains) if len(gains) == len(line.runs) else None,
                 **{key: over_seeds(line, key) for key in ("global", "localized", *OF_PSEUDO)},
+                "steps": (over_seeds(line, "steps") or {}).get("mean"),
+                "gradients_per_step": line.runs[0].manifest.get("gradients_per_step"),
                 "uplink_bytes": (over_seeds(line, "uplink_bytes") or {}).get("mean"),
                 "seconds": (over_seeds(line, "seconds") or {}).get("mean"),
             }
@@ -57,10 +59,12 @@ def summary(story: Story) -> Table:
         Column("global", "global, %", percent),
         Column("localized", "localized, %", percent),
         *(Column(key, f"{title}, %", percent) for key, title in OF_PSEUDO.items()),
+        Column("steps", "local steps", count),
+        Column("gradients_per_step", "gradients per step", plain),
         Column("uplink_bytes", "uplink", size),
         Column("seconds", "time", seconds),
     ]
-    always = ("name", "personal", "worst_tenth", "uplink_bytes", "seconds")
+    always = ("name", "personal", "worst_tenth", "steps", "uplink_bytes", "seconds")
     columns = [c for c in shown if c.key in always or any(record[c.key] is not None for record in records)]
     over = "; ± is half a 95 % interval over seeds" if any(len(line.runs) > 1 for line in story.lines) else ""
     caption = f"How the runs ended: accuracy on the devices’ own tests, mean over devices{over}."

@@ -26,7 +26,7 @@ def sentence(story: Story) -> str:
     ]
     if adapted:
         facts.append(f"and of the runs {len(adapted)} adapted from another, in personal rounds with no server")
-    return f"{what} on {trained[0].config.data.dataset}: {', '.join(facts)}."
+    return f"{what} on {trained[0].config.data.title}: {', '.join(facts)}."
 
 
 def _adapted(runs: Sequence[Told]) -> str:
@@ -35,7 +35,7 @@ def _adapted(runs: Sequence[Told]) -> str:
     rounds = _one_or_many(run.last["round"] for run in runs)
     what = "a personal model" if len(runs) == 1 else f"{len(runs)} personal models"
     return (
-        f"{runs[0].config.algorithm.name} on {runs[0].config.data.dataset}: {what} adapted from {names} in {rounds} "
+        f"{runs[0].config.algorithm.name} on {runs[0].config.data.title}: {what} adapted from {names} in {rounds} "
         f"personal rounds (no rounds with a server), {_labels(runs)}, {_seeds(runs)}."
     )
 

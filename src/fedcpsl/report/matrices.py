@@ -12,6 +12,8 @@ from fedcpsl.runs.comparison import Interval, final_row, interval, no_row, reach
 from fedcpsl.runs.folder import failure, is_finished, read_metrics
 from fedcpsl.runs.study import Line, Study, lines_of
 
+STEPS = "Steps: local steps of all devices in a run, in thousands, times the minibatch gradients of a step."
+
 
 class Cell(NamedTuple):
     """A case of a study and how its runs ended, one per seed."""
@@ -62,7 +64,14 @@ def matrices(study: Study, dataset: str, cells: Sequence[Cell]) -> list[Matrix]:
         return "the same runs" if cell.folders == of_first.folders else _lead(of_first, cell)
 
     inside = " In brackets: the paper's figure, of one run." if published else ""
-    tables = [_matrix(study, by_place, f"Personal accuracy, %, mean over devices and seeds.{inside}", accuracy)]
+    inside += f" {STEPS}"
+    tables = [
+        _with_steps(
+            study,
+            by_place,
+            _matrix(study, by_place, f"Personal accuracy, %, mean over devices and seeds.{inside}", accuracy),
+        )
+    ]
     if len(study.rows) > 1:
         caption = f"By how much {first} is ahead of each row, in points, paired by seed."
         tables.append(_matrix(study, by_place, caption, lead, leave_out=first))
@@ -87,16 +96,37 @@ def _matrix(
     return Matrix(caption, ["", *(panel or "accuracy" for panel in study.panels)], rows)
 
 
+def _with_steps(study: Study, by_place: Mapping[tuple[str, str], Cell], matrix: Matrix) -> Matrix:
+    """The same with a column for the work behind each row, panel by panel where panels differ."""
+    worked = [_steps([by_place[panel, row[0]] for panel in study.panels]) for row in matrix.rows]
+    return Matrix(
+        matrix.caption, [*matrix.head, "steps"], [[*row, w] for row, w in zip(matrix.rows, worked, strict=True)]
+    )
+
+
+def _steps(cells: Sequence[Cell]) -> str:
+    """Local steps of a run, mean over seeds, for each of some cases; times the gradients of a step where known."""
+    means = []
+    for cell in cells:
+        known = [run["steps"] for run in cell.runs if run["steps"] is not None]
+        means.append(f"{np.mean(known) / 1000:.1f}k" if known else "-")
+    shown = " / ".join(means if len(set(means)) > 1 else means[:1])
+    gradients = {run["gradients_per_step"] for cell in cells for run in cell.runs} - {None}
+    return f"{shown} x {gradients.pop()}" if len(gradients) == 1 else shown
+
+
 def _best_points(study: Study, cells: Sequence[Cell]) -> list[Matrix]:
     """For every row of a map the points that did best."""
     tables = []
     for row in study.rows:
         own = sorted((c for c in cells if c.line.row == row), key=lambda c: -judged(c)[0])
         keys = list(own[0].line.point)
-        rows = [[*(str(c.line.point[key]) for key in keys), f"{judged(c)[0]:.2f}", _spread(c)] for c in own[:5]]
-        head = [*(key.partition(".")[2] for key in keys), "accuracy, %", "by seed"]
+        rows = [
+            [*(str(c.line.point[key]) for key in keys), f"{judged(c)[0]:.2f}", _spread(c), _steps([c])] for c in own[:5]
+        ]
+        head = [*(key.partition(".")[2] for key in keys), "accuracy, %", "by seed", "steps"]
         which = f"the best five of {len(own)} points" if len(own) > 5 else "every point, the best first"
-        tables.append(Matrix(f"{row}: {which}.", head, rows))
+        tables.append(Matrix(f"{row}: {which}. {STEPS}", head, rows))
     return tables
 
 

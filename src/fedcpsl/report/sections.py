@@ -52,7 +52,7 @@ def parts_of(story: Story, drawn: Mapping[str, Chart], title: str = "", summary:
 def title_of(story: Story) -> str:
     if not story.lines:
         return _all_failed(story) if story.over else "waiting for the first round"
-    sets = list(dict.fromkeys(run.config.data.dataset for run in story.runs))
+    sets = list(dict.fromkeys(run.config.data.title for run in story.runs))
     names = list(dict.fromkeys(line.runs[0].config.algorithm.name for line in story.lines))
     what = ", ".join(names) if len(names) <= 4 else f"{len(names)} algorithms"
     return f"{what} on {', '.join(sets[:3])}{' and more' * (len(sets) > 3)}"
@@ -78,7 +78,7 @@ def _head(story: Story, title: str) -> str:
     heading = f"<h1>{escape(name)}{f' <span>on {escape(on)}</span>' if on else ''}</h1>"
     lead = f'<p class="lead">{escape(sentence(story))}</p>' if story.lines else ""
     if len(story.runs) == 1 and story.runs[0].devices:
-        lead += "".join(f'<p class="say">{escape(text)}.</p>' for text in verdicts(story.runs[0].folder))
+        lead += "".join(f"<p>{escape(text)}.</p>" for text in verdicts(story.runs[0].folder))
     notes = "" if story.over else f'<p class="say">Not finished: {escape(state_of(story))}.</p>'
     for folder, reason in list(story.failed.items())[:MOST_FAILED]:
         notes += f'<p class="say">Failed and left out: <code>{escape(folder)}</code>: {escape(reason)}</p>'

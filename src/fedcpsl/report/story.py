@@ -187,14 +187,18 @@ def _settings(config: Config) -> dict[str, Any]:
 
 def _names(configs: Sequence[Config]) -> list[str]:
     """The algorithm, and the settings in which those of one algorithm differ; the data set where there are several."""
-    several = len({config.data.dataset for config in configs}) > 1
+    several = len({config.data.title for config in configs}) > 1
     names = []
     for config in configs:
         alike = [_settings(c) for c in configs if c.algorithm.name == config.algorithm.name]
         own = _settings(config)
-        differ = [key for key in own if any(other[key] != own[key] for other in alike) and key != "data.dataset"]
+        differ = [
+            key
+            for key in own
+            if any(other[key] != own[key] for other in alike) and key not in ("data.dataset", "data.file")
+        ]
         words = [f"{key.partition('.')[2]}={_text(own[key])}" for key in differ[:4]]
-        names.append(", ".join([config.algorithm.name, *words, *([config.data.dataset] if several else [])]))
+        names.append(", ".join([config.algorithm.name, *words, *([config.data.title] if several else [])]))
     return [name if names.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(names)]
 
 

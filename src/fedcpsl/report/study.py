@@ -103,7 +103,16 @@ def _finals(study: Study, dataset: str, cells: Sequence[Cell]) -> str:
     """One line per run."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
-    keys = ("personal", "worst_tenth", "global", "localized", "validation", "uplink_bytes", "steps")
+    keys = (
+        "personal",
+        "worst_tenth",
+        "global",
+        "localized",
+        "validation",
+        "uplink_bytes",
+        "steps",
+        "gradients_per_step",
+    )
     targets = [f"rounds_to_{target:g}" for target in study.reach.get(dataset, [])]
     grid = list(dict.fromkeys(key for cell in cells for key in cell.line.point))
     table.writerow(["panel", "row", *grid, "seed", *keys, *targets])

@@ -34,6 +34,11 @@ def plain(value: Any) -> str:
     return "-" if value is None or value == "" else f"{value:,}" if isinstance(value, int) else str(value)
 
 
+def count(value: Any) -> str:
+    """A mean of whole numbers."""
+    return "-" if value is None else f"{value:,.0f}"
+
+
 def percent(value: Any) -> str:
     """A share in %; with half an interval where the value is one."""
     mean, half = (value.get("mean"), value.get("half_width")) if isinstance(value, Mapping) else (value, None)

@@ -78,7 +78,7 @@ def percent(summary: Mapping[str, Any] | None, key: str = "mean") -> str:
 
 def results_table(metrics: dict[str, Any]) -> Table:
     """The accuracies and costs of one run, from `final_metrics`."""
-    title = f"{metrics['algorithm']} on {metrics['dataset']}, {metrics['rounds']} rounds, seed {metrics['seed']}"
+    title = f"{metrics['algorithm']} on {metrics['data']}, {metrics['rounds']} rounds, seed {metrics['seed']}"
     table = Table(title=title, title_justify="left", caption=_caption(metrics), caption_justify="left")
     table.add_column("accuracy on the devices' own tests")
     for column in ("mean", "std over devices", "worst tenth"):
@@ -98,7 +98,9 @@ def _caption(metrics: dict[str, Any]) -> str:
         facts.append(f"pseudo-labels right {percent(metrics, 'pseudo_label_accuracy')}")
     facts.append(f"uplink {size(metrics['uplink_bytes'])}, downlink {size(metrics['downlink_bytes'])}")
     lost = f", {metrics['lost_uploads']} uploads lost" if metrics["lost_uploads"] else ""
-    facts.append(f"{metrics['steps']:,} local steps in {metrics['seconds']:.1f} s{lost}")
+    each = metrics["gradients_per_step"]
+    of = f" of {each} gradient{'s' * (each > 1)}" if each else ""
+    facts.append(f"{metrics['steps']:,} local steps{of} in {metrics['seconds']:.1f} s{lost}")
     return "\n".join(facts)
 
 

@@ -188,12 +188,21 @@ def summarise(folder: Path) -> dict[str, Any]:
                 "name": case.name,
                 "settings": case.settings,
                 **{key: interval([run[key] for run in runs]) for key in SUMMARISED},
+                "gradients_per_step": runs[0]["gradients_per_step"],
                 "difference": None if runs is first else interval(difference),
                 "reach": [reached(runs, k) for k in range(len(plan.reach))],
                 "runs": runs,
             }
         )
-    return {"comparison": str(folder), "kind": plan.kind, "seeds": plan.seeds, "reach": plan.reach, "cases": cases}
+    return {
+        "comparison": str(folder),
+        "kind": plan.kind,
+        "data": plan.base.data.title,
+        "matched_steps": plan.base.work.matched_steps,
+        "seeds": plan.seeds,
+        "reach": plan.reach,
+        "cases": cases,
+    }
 
 
 SUMMARISED = ("personal", "worst_tenth", "global", "localized", "validation", "uplink_bytes", "steps", "seconds")
@@ -213,6 +222,7 @@ def final_row(run: Path, reach: Sequence[float]) -> dict[str, Any]:
         **{k: final[k]["mean"] if final.get(k) else None for k in ("global", "localized", "validation")},
         "uplink_bytes": final["uplink_bytes"],
         "steps": final["steps"],
+        "gradients_per_step": final["gradients_per_step"],
         "seconds": final["seconds"],
         "reach_rounds": [m and m["round"] for m in first],
         "reach_bytes": [m and m["uplink_bytes"] for m in first],
@@ -222,7 +232,7 @@ def final_row(run: Path, reach: Sequence[float]) -> dict[str, Any]:
 def no_row(run: Path, seed: int, reach: Sequence[float]) -> dict[str, Any]:
     """The row of a run that has not come to an end."""
     empty = dict.fromkeys(("reach_rounds", "reach_bytes"), [None] * len(reach))
-    return {"run": str(run), "seed": seed, **dict.fromkeys(SUMMARISED), **empty}
+    return {"run": str(run), "seed": seed, **dict.fromkeys((*SUMMARISED, "gradients_per_step")), **empty}
 
 
 def reached(runs: Sequence[Mapping[str, Any]], k: int) -> dict[str, Any]:

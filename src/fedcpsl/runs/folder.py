@@ -234,9 +234,11 @@ def final_metrics(folder: Path) -> Metrics:
         "run": str(folder),
         "algorithm": config.algorithm.name,
         "dataset": config.data.dataset,
+        "data": config.data.title,
         "seed": config.run.seed,
         "rounds": last.pop("round"),
         "finished": is_finished(folder),
         **last,
+        "gradients_per_step": read_manifest(folder).get("gradients_per_step"),
         "config": asdict(config),
     }

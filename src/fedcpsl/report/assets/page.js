@@ -1,7 +1,7 @@
 // Draws the page's charts again from its JSON, in the width there is; hovering, legends, sorting, and news of a run.
 (() => {
   "use strict";
-  const HEIGHT = 300, LEFT = 46, RIGHT = 14, TOP = 10, BOTTOM = 38, DASHES = ["", "7 3", "2 3"], GREY = 8;
+  const HEIGHT = 300, LEFT = 46, RIGHT = 14, TOP = 26, BOTTOM = 38, DASHES = ["", "7 3", "2 3"], GREY = 8;
   const page = document.documentElement, chosen = {}, off = {};
   let told = JSON.parse(document.getElementById("told").textContent);
   page.classList.add("js");
@@ -61,7 +61,7 @@
     chart.xticks.forEach((t, i) => {
       if (i % every === 0) parts.push(`<text x="${x(t)}" y="${HEIGHT - BOTTOM + 17}" text-anchor="middle">${short(t)}</text>`);
     });
-    parts.push(`<text x="${width - RIGHT}" y="${HEIGHT - 3}" text-anchor="end">${chart.x}</text>`);
+    parts.push(`<text x="${width - RIGHT}" y="${HEIGHT - 3}" text-anchor="end">${chart.x}</text>`, `<text x="0" y="12">${chart.y}</text>`);
     const lines = shown(chart);
     for (const s of band ? lines : []) {
       const points = s.x.map((v, i) => [v, s.y[i], s[band][i]]).filter((p) => p[2] && s.colour < GREY);
