@@ -5,7 +5,10 @@ import json
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from fedcpsl.export.adaptation import paired_interval
 from fedcpsl.runs.checkpoint import load_tensors
 from tests.command import fedcpsl
 from tests.small_runs import answers_of, array_run, ask, table_run, write_table
@@ -32,6 +35,7 @@ def test_a_new_device_gains_and_its_folder_is_used_like_a_run(run, tmp_path, cap
     assert found["rounds"] == 30
     assert found["gain"] == pytest.approx(found["personal"] - found["global"])
     assert found["gain"] > 0.3
+    assert 0 < found["gain_interval"][0] < found["gain"] < found["gain_interval"][1]
     folder = tmp_path / "adapted" / "dan"
     assert not list(tmp_path.glob("adapted/.*"))
     said = ask(capsys, "predict", folder, tmp_path / "dan.csv")
@@ -189,3 +193,35 @@ def test_a_full_disk_leaves_nothing(run, tmp_path, capsys, monkeypatch):
     assert code == 1
     assert "No space left" in err
     assert [path.name for path in tmp_path.iterdir()] == ["dan.csv"]
+
+
+def test_interval_of_a_gain_by_hand():
+    """3 of 3 better: (3/5) +- 1.96 sqrt(4/5 - 9/25) / sqrt(5) = 0.6 +- 0.5814; 5 better, 5 worse: 0 +- 0.5417."""
+    assert paired_interval(3, 0, 3) == pytest.approx((0.0186, 1.0), abs=1e-4)
+    low, high = paired_interval(5, 5, 10)
+    assert (low, high) == pytest.approx((-0.5417, 0.5417), abs=1e-3)
+    assert paired_interval(0, 0, 10)[0] < 0 < paired_interval(0, 0, 10)[1]
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 40))
+def test_interval_of_a_gain(better, worse, level):
+    """It turns with its sign, lies within -1 and 1, and is wider the fewer the samples."""
+    count = better + worse + level + 1
+    low, high = paired_interval(better, worse, count)
+    assert paired_interval(worse, better, count) == pytest.approx((-high, -low))
+    assert -1 <= low <= high <= 1
+    many = paired_interval(10 * better, 10 * worse, 10 * count)
+    assert many[1] - many[0] <= high - low
+
+
+def test_it_says_when_it_cannot_know(run, tmp_path, capsys):
+    """A handful of samples held out tell nothing; none at all is said too."""
+    few = write_table(tmp_path / "few.csv", rows=16, seed=8, phones=("dan",), unlabelled=0.0)
+    said = ask(capsys, "adapt", run, "--data", few, "--out", tmp_path / "few", "--rounds", "1")[1]
+    assert "held out:" in said
+    assert "(95 % interval " in said
+    assert "whether that is a gain cannot be known from 3 samples" in said
+    blank = tmp_path / "blank.csv"
+    blank.write_text("height,width,kind\n" + "\n".join(f"{160 + i},0.4," for i in range(9)) + "\n170,0.41,cat\n")
+    said = ask(capsys, "adapt", run, "--data", blank, "--out", tmp_path / "blank", "--rounds", "1")
+    assert "what was gained is not known" in said[1] + said[2]

@@ -208,3 +208,49 @@ def test_what_is_wrong_with_a_model_is_said_in_one_line(run, tmp_path, capsys):
         code, out, err = ask(capsys, "predict", tmp_path / model, tmp_path / "x.npy", *rest)
         assert (code, out, err.count("\n")) == (2, "", 1), err
         assert words in err, err
+
+
+def test_every_row_by_the_model_of_its_device(run, tmp_path, capsys):
+    """Rows of strangers get the global model, and a note says so."""
+    table = write_table(tmp_path / "new.csv", rows=30, seed=2, phones=("ann", "cid", "eve", "mal"))
+    phones = [line.split(",")[2] for line in table.read_text().splitlines()[1:]]
+    code, said, complained = ask(capsys, "predict", run, table)
+    assert code == 0, complained
+    lines = [line.split(",") for line in said.splitlines()]
+    assert lines[0] == ["sample", "model", "class", "cat", "dog"]
+    assert [line[1] for line in lines[1:]] == [p if p in ("ann", "cid") else "global" for p in phones]
+    strangers = sum(p in ("eve", "mal") for p in phones)
+    assert f"{strangers} rows are of devices that the run has no model for (eve, mal): the global model" in complained
+    assert "accuracy" in complained
+    by_model = {m: ask(capsys, "predict", run, table, "--device", m)[1].splitlines() for m in ("ann", "cid", "global")}
+    for row, line in enumerate(lines[1:], 1):
+        assert line[2:] == by_model[line[1]][row].split(",")[1:]
+    records = [json.loads(line) for line in ask(capsys, "predict", run, table, "--json")[1].splitlines()]
+    assert [record["model"] for record in records] == [line[1] for line in lines[1:]]
+
+
+def test_without_a_device_column_somebody_must_be_named(run, tmp_path, capsys):
+    np.save(tmp_path / "new.npy", np.zeros((3, 2)))
+    code, _, complained = ask(capsys, "predict", run, tmp_path / "new.npy")
+    assert code == 2
+    assert "whose model? Give --device NAME, or --device global, or a table with its column 'phone'" in complained
+
+
+def test_arrays_may_say_whose_they_are(tmp_path, capsys):
+    x = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
+    run = array_run(tmp_path / "run", x)
+    np.savez(tmp_path / "new.npz", x=x[:4], device=np.array([0, 2, 7, 1]))
+    code, said, complained = ask(capsys, "predict", run, tmp_path / "new.npz")
+    assert code == 0, complained
+    assert [line.split(",")[1] for line in said.splitlines()[1:]] == ["0", "2", "global", "1"]
+    np.savez(tmp_path / "odd.npz", x=x[:4], device=np.array([0, 2]))
+    assert "device must name a device for each of the 4 samples" in ask(capsys, "predict", run, tmp_path / "odd.npz")[2]
+
+
+def test_devices_alone_have_nobody_for_a_stranger(tmp_path, capsys):
+    run = table_run(tmp_path / "run", algorithm__name="local")
+    table = write_table(tmp_path / "new.csv", rows=10, seed=2, phones=("ann", "eve"))
+    code, _, complained = ask(capsys, "predict", run, table)
+    assert code == 2
+    assert "device 'eve' is not in" in complained
+    assert "local has no global model" in complained

@@ -13,6 +13,7 @@ from sklearn import config_context
 from sklearn.base import clone
 from sklearn.datasets import load_digits
 from sklearn.exceptions import NotFittedError
+from sklearn.metrics import confusion_matrix, f1_score, recall_score
 from sklearn.model_selection import GridSearchCV, GroupKFold, StratifiedKFold, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import MinMaxScaler
@@ -64,7 +65,7 @@ def test_a_devices_own_model_beats_the_global_one_on_lopsided_digits(lopsided_di
     learner = quick(rounds=30, hidden=(64,)).fit(X[~test], np.where(labelled, y, -1)[~test], device=device[~test])
     personal = learner.score(X[test], y[test], device=device[test])
     assert personal > 0.9
-    assert personal > learner.score(X[test], y[test]) + 0.03
+    assert personal > learner.score(X[test], y[test], device="global") + 0.03
 
 
 def test_it_is_the_librarys_own_run(lopsided_digits):
@@ -79,7 +80,7 @@ def test_it_is_the_librarys_own_run(lopsided_digits):
     learner = quick(rounds=30, random_state=7).fit(X[~test], seen[~test], device[~test])
     rows = federation.order[test[federation.order]]
     np.testing.assert_allclose(learner.predict_proba(X[rows], device[rows]), theirs.personal.exp(), atol=1e-3)
-    np.testing.assert_allclose(learner.predict_proba(X[rows]), theirs.general.exp(), atol=1e-3)
+    np.testing.assert_allclose(learner.predict_proba(X[rows], device="global"), theirs.general.exp(), atol=1e-3)
     np.testing.assert_array_equal(learner.active_rounds_, state.active_rounds)
 
 
@@ -98,7 +99,7 @@ def test_threads_do_not_mix_their_random_numbers():
     X, y, device = samples()
 
     def learnt(seed):
-        return quick(random_state=seed).fit(X, y, device).predict_proba(X)
+        return quick(random_state=seed).fit(X, y, device).predict_proba(X, device)
 
     alone = [learnt(seed) for seed in range(6)]
     together = joblib.Parallel(n_jobs=3, backend="threading")(joblib.delayed(learnt)(seed) for seed in range(6))
@@ -128,9 +129,9 @@ def test_a_missing_label_or_minus_one_is_unlabelled_and_all_else_is_a_class(y, c
     learner = quick().fit(X, y, device=device)
     assert learner.classes_.tolist() == classes
     assert set(learner.predict(X, device=device).tolist()) <= set(classes)
-    assert learner.predict_proba(X).shape == (60, len(classes))
+    assert learner.predict_proba(X, device="global").shape == (60, len(classes))
     known = [i for i in range(60) if i % 4 < 2]  # the first two of every four are labelled in all of these
-    assert 0 <= learner.score(X[known], [np.asarray(y)[i] for i in known]) <= 1
+    assert 0 <= learner.score(X[known], [np.asarray(y)[i] for i in known], device="global") <= 1
 
 
 def test_score_leaves_unlabelled_samples_out():
@@ -174,7 +175,7 @@ def test_a_device_that_was_not_there():
     with pytest.raises(ValueError, match="device 'cellr' was not there at fit; did you mean 'cellar'"):
         learner.predict(X, device=strange)
     answers = learner.set_params(unseen="global").predict_proba(X, device=strange)
-    assert np.array_equal(answers[4], learner.predict_proba(X)[4])
+    assert np.array_equal(answers[4], learner.predict_proba(X, device="global")[4])
     assert np.array_equal(np.delete(answers, 4, 0), np.delete(learner.predict_proba(X, device=device), 4, 0))
 
 
@@ -183,7 +184,7 @@ def test_a_device_that_never_trained_is_answered_by_the_global_model():
     with pytest.warns(UserWarning, match="2 of 3 devices never trained .*: the global model answers for them"):
         learner = quick(rounds=1, active=1).fit(X, y, device=device)
     idle = np.isin(device, learner.devices_[learner.active_rounds_ == 0])
-    personal, general = learner.predict_proba(X, device), learner.predict_proba(X)
+    personal, general = learner.predict_proba(X, device), learner.predict_proba(X, device="global")
     assert np.array_equal(personal[idle], general[idle])
     assert not np.array_equal(personal[~idle], general[~idle])
     with warnings.catch_warnings():
@@ -223,7 +224,7 @@ def test_no_file_is_written(tmp_path, monkeypatch):
     X, y, device = samples()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.TemporaryFile", lambda *_, **__: pytest.fail("a temporary file"))
-    quick(settings={"run.store": "disk"}).fit(X, y, device=device).predict(X)
+    quick(settings={"run.store": "disk"}).fit(X, y, device=device).predict(X, device)
     assert not any(tmp_path.iterdir())
 
 
@@ -241,7 +242,7 @@ def test_device_is_routed_through_a_pipeline():
         assert np.array_equal(pipe.predict(X, device=device), alone.predict(scaled, device=device))
         assert pipe.score(X, y, device=device) == alone.score(scaled, y, device=device)
     plain = make_pipeline(MinMaxScaler(), quick(rounds=10)).fit(X, y, fedcpslclassifier__device=device)
-    assert np.array_equal(plain.predict(X), alone.predict(scaled))
+    assert np.array_equal(plain.predict(X, device="global"), alone.predict(scaled, device="global"))
 
 
 def test_device_is_routed_through_cross_validation():
@@ -288,7 +289,7 @@ def test_rows_may_be_images():
     X, y = load_digits(n_class=3, return_X_y=True)
     learner = quick(model="resnet8", input_shape=(1, 8, 8), rounds=2, epochs=1).fit(X[:60], y[:60])
     assert learner.learnt_.scaling.shift.shape == (1, 1, 1)
-    assert learner.predict_proba(X[:5]).shape == (5, 3)
+    assert learner.predict_proba(X[:5], device="global").shape == (5, 3)
     with pytest.raises(ValueError, match=r"input_shape = \(1, 28, 28\): does not fit rows of 64 numbers"):
         quick(input_shape=(1, 28, 28)).fit(X, y)
 
@@ -354,4 +355,42 @@ def test_a_run_that_cannot_go_on_says_so():
     with pytest.raises(RunError, match=r"use a smaller algorithm\.eta"):
         quick(eta=1e30, rounds=20).fit(X, y, device=device)
     with pytest.raises(ValueError, match="no sample has a label to score by"):
-        quick().fit(X, y, device=device).score(X, np.full(90, -1))
+        quick().fit(X, y, device=device).score(X, np.full(90, -1), device=device)
+
+
+def test_a_search_without_routing_is_warned_of():
+    """Scikit-learn passes device to fit alone then, and the global model would be scored silently."""
+    X, y, device = samples()
+    folds = list(StratifiedKFold(3).split(X, device))
+    with pytest.warns(UserWarning, match=r"the global model answers.*enable_metadata_routing=True"):
+        GridSearchCV(quick(rounds=2), {"beta": [0.5]}, cv=folds).fit(X, y, device=device)
+    learner = quick(rounds=2).fit(X, y, device=device)
+    with pytest.warns(UserWarning, match="give device=") as raised:
+        blind = learner.predict_proba(X)
+    assert raised[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert np.array_equal(learner.predict_proba(X, device="global"), blind)
+        learner.score(X, y, device=device)
+        quick(rounds=2).fit(X, y).predict(X)  # of one device
+        quick(rounds=2, algorithm="fedavg").fit(X, y, device=device).predict(X)  # has one model for all
+    with pytest.raises(ValueError, match="give one per sample"):
+        learner.predict(X, device="ann")
+
+
+def test_the_report_of_classes_is_scikit_learns():
+    X, y, device = samples()
+    learner = quick(rounds=20).fit(X, y, device=device)
+    truth = np.where(np.arange(len(y)) % 7 == 0, -1, y)
+    known = truth != -1
+    found, predicted = learner.class_report(X, truth, device=device), learner.predict(X, device=device)
+    assert found["accuracy"] == pytest.approx(learner.score(X, truth, device=device))
+    labels = learner.classes_
+    assert np.array_equal(found["confusion"], confusion_matrix(truth[known], predicted[known], labels=labels))
+    assert found["macro_f1"] == pytest.approx(f1_score(truth[known], predicted[known], average="macro"))
+    recalls = recall_score(truth[known], predicted[known], labels=labels, average=None, zero_division=0)
+    assert list(found["per_class"].values()) == pytest.approx(recalls.tolist())
+    assert sum(each["samples"] for each in found["devices"].values()) == known.sum()
+    assert "devices" not in learner.class_report(X, truth, device="global")
+    with pytest.raises(ValueError, match="0 labels"):
+        learner.class_report(X, np.full(len(y), -1), device=device)

@@ -53,20 +53,33 @@ def _adapt(parsed: argparse.Namespace) -> int:
         "global": adapted.general,
         "personal": adapted.personal,
         "gain": adapted.personal - adapted.general,
+        "gain_interval": adapted.gain,
     }
     print(to_json(found) if parsed.json else _in_words(found))
     return 0
 
 
 def _in_words(found: dict[str, Any]) -> str:
+    return "\n".join([*_judgement(found), f"model    {found['folder']}"])
+
+
+def _judgement(found: dict[str, Any]) -> list[str]:
+    """What was gained, over how many samples, and whether that is more than chance."""
     if not found["held_out"]:
-        judged = ["no labelled sample could be held out, so what was gained is not known"]
+        return ["no labelled sample could be held out, so what was gained is not known: give more labels"]
+    low, high = found["gain_interval"]
+    count = found["held_out"]
+    on = f"{count} sample{'s' * (count > 1)}"
+    if low > 0:
+        said = "the personal model is better than the global one"
+    elif high < 0:
+        said = "the global model is the better one here: use it with --device global"
     else:
-        judged = [
-            f"on {found['held_out']} samples held out:",
-            f"  global model    {100 * found['global']:6.2f} %",
-            f"  personal model  {100 * found['personal']:6.2f} %",
-            f"  gain            {100 * found['gain']:+6.2f} points",
-        ]
-        judged += ["the global model is the better one here: use it with --device global"] * (found["gain"] < 0)
-    return "\n".join([*judged, f"model    {found['folder']}"])
+        said = f"whether that is a gain cannot be known from {on}: more labelled samples would tell"
+    return [
+        f"on {on} held out:",
+        f"  global model    {100 * found['global']:6.2f} %",
+        f"  personal model  {100 * found['personal']:6.2f} %",
+        f"  gain            {100 * found['gain']:+6.2f} points (95 % interval {100 * low:+.1f} to {100 * high:+.1f})",
+        said,
+    ]

@@ -4,12 +4,14 @@ import argparse
 import csv
 import io
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fedcpsl.errors import InputError
 
 ENDINGS = (".csv", ".jsonl", ".json")
+Row = tuple[int | str, str | None, list[float]]  # a sample's name, which model answers, the probabilities
 
 
 def add(commands: Any) -> None:
@@ -17,9 +19,11 @@ def add(commands: Any) -> None:
         "predict",
         help="classes of new samples by a device's personal model",
         description="Ask the personal model of a device: one of a finished run, one that `fedcpsl export` wrote, or "
-        "the one that a device of a federation has by now, also while it is being trained. Prints a CSV line per "
-        "sample: its number (of images the path), the likeliest class, and the probability of every class. Where the "
-        "input has labels, the accuracy goes to standard error.",
+        "the one that a device of a federation has by now, also while it is being trained. Without --device, a table "
+        "with the run's device column is answered row by row: by the device's own model, and for devices that the run "
+        "does not know by the global one. Prints a CSV line per sample: its number (of images the path), which model "
+        "answered where there are several, the likeliest class, and the probability of every class. Where the input "
+        "has labels, the accuracy goes to standard error.",
         allow_abbrev=False,
     )
     predict.add_argument(
@@ -42,7 +46,7 @@ def add(commands: Any) -> None:
 
 
 def _predict(parsed: argparse.Namespace) -> int:
-    from fedcpsl.export.samples import accuracy, read_samples
+    from fedcpsl.export.samples import accuracy
     from fedcpsl.runs.files import write_whole
 
     as_json = _wants_json(parsed.out, asked=parsed.json)
@@ -50,10 +54,9 @@ def _predict(parsed: argparse.Namespace) -> int:
         raise InputError(f"{parsed.out}: exists already; give another --out")
     if parsed.out and not parsed.out.parent.is_dir():
         raise InputError(f"{parsed.out.parent}: no such folder; make it, or give another --out")
-    predictor = _predictor(parsed)
-    samples = read_samples(parsed.input, predictor.about)
-    answers = predictor.answer(samples.x)
-    text = (_as_json if as_json else _as_csv)(samples.names, predictor.about.classes, answers.tolist())
+    about, samples, answers, models = _answered(parsed)
+    rows = list(zip(samples.names, models, answers.tolist(), strict=True))
+    text = (_as_json if as_json else _as_csv)(about.classes, rows)
     if parsed.out:
         write_whole(parsed.out, text)
     else:
@@ -65,6 +68,28 @@ def _predict(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _answered(parsed: argparse.Namespace) -> tuple[Any, Any, Any, Sequence[str | None]]:
+    """What the model is, the samples, the probabilities, and which model answered where there are several."""
+    from fedcpsl.export.samples import read_samples
+
+    kept = None if parsed.device else _run_of_many(parsed.model)
+    if kept is None:
+        predictor = _predictor(parsed)
+        samples = read_samples(parsed.input, predictor.about)
+        return predictor.about, samples, predictor.answer(samples.x), [None] * len(samples.x)
+    from fedcpsl.export.by_device import answer_by_device
+    from fedcpsl.export.chosen import about_of, find_device
+
+    about = about_of(kept)
+    samples = read_samples(parsed.input, about)
+    if samples.devices is None:
+        find_device(kept, None)  # an error that says what to give
+    answers, models, note = answer_by_device(kept, samples.x, list(samples.devices or ()))
+    if note:
+        print(f"fedcpsl: {note}", file=sys.stderr)
+    return about, samples, answers, models
+
+
 def _wants_json(out: Path | None, *, asked: bool) -> bool:
     """Whether to write JSON lines: as asked, or as the file's name ends."""
     if out is None:
@@ -74,6 +99,16 @@ def _wants_json(out: Path | None, *, asked: bool) -> bool:
     if asked and out.suffix.lower() == ".csv":
         raise InputError(f"{out}: --json writes JSON lines; leave it out, or give a name that ends with .jsonl")
     return out.suffix.lower() != ".csv"
+
+
+def _run_of_many(path: Path) -> Any:
+    """What a run has kept, where it is one of several devices."""
+    if not (path / "config.toml").is_file():
+        return None
+    from fedcpsl.export.chosen import device_names, read_kept
+
+    kept = read_kept(path)
+    return kept if len(device_names(kept)) > 1 else None
 
 
 def _predictor(parsed: argparse.Namespace) -> Any:
@@ -113,21 +148,24 @@ def _of_a_federation(folder: Path) -> Any:
     return Predictor(about, lambda x: predict(participant, inputs_for(job, x, folder)).numpy())
 
 
-def _as_csv(names: Any, classes: tuple[str, ...], answers: list[list[float]]) -> str:
+def _as_csv(classes: tuple[str, ...], rows: Sequence[Row]) -> str:
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
-    table.writerow(["sample", "class", *classes])
-    for name, each in zip(names, answers, strict=True):
-        table.writerow([name, _best(classes, each), *(f"{p:.6f}" for p in each)])
+    by_device = rows[0][1] is not None
+    table.writerow(["sample", *["model"] * by_device, "class", *classes])
+    for name, model, each in rows:
+        table.writerow([name, *[model] * by_device, _best(classes, each), *(f"{p:.6f}" for p in each)])
     return text.getvalue()
 
 
-def _as_json(names: Any, classes: tuple[str, ...], answers: list[list[float]]) -> str:
+def _as_json(classes: tuple[str, ...], rows: Sequence[Row]) -> str:
     from fedcpsl.runs.files import to_json
 
     lines = [
-        {"sample": name, "class": _best(classes, each), "probabilities": dict(zip(classes, each, strict=True))}
-        for name, each in zip(names, answers, strict=True)
+        {"sample": name}
+        | ({} if model is None else {"model": model})
+        | {"class": _best(classes, each), "probabilities": dict(zip(classes, each, strict=True))}
+        for name, model, each in rows
     ]
     return "".join(to_json(line) + "\n" for line in lines)
 

@@ -64,10 +64,11 @@ class Rows(NamedTuple):
 
     x: NDArray[np.float32]  # [rows, features], in the order of training
     label: list[str] | None  # "" where a row has none; None without a label column
+    device: list[str] | None  # the same for who holds a row
 
 
 def read_rows(path: Path, features: Sequence[str], columns: Columns) -> Rows:
-    """A file with the features of training, in any order; of `columns`, the label is read and the others left out."""
+    """A file with the features of training, in any order; of `columns`, the label and the device are read."""
     with _readable(path):
         names = column_names(path)
         there = Columns(*(name if name in names else "" for name in columns))
@@ -76,14 +77,18 @@ def read_rows(path: Path, features: Sequence[str], columns: Columns) -> Rows:
 
         def read(names: list[str], words: list[str], batches: Iterable[Any]) -> Rows:
             table = table_of(names, words, batches, there)
-            if not there.label:
-                return Rows(_as_trained(table, features), None)
-            codes, texts = merged(table.texts[there.label])
-            label = [texts[code] if code >= 0 and not is_missing(texts[code]) else "" for code in codes.tolist()]
-            return Rows(_as_trained(table, features), label)
+            label, device = (_cells(table, column) if column else None for column in (there.label, there.device))
+            known = label and ["" if is_missing(text) else text for text in label]
+            return Rows(_as_trained(table, features), known, device)
 
         _check_features(names, wanted, columns, dropped)
         return _read(path, there, read, Choices())
+
+
+def _cells(table: Table, column: str) -> list[str]:
+    """A column's words, empty where there is none."""
+    codes, texts = merged(table.texts[column])
+    return [texts[code] if code >= 0 else "" for code in codes.tolist()]
 
 
 def _without_categories(features: Sequence[str], names: Sequence[str]) -> list[str]:

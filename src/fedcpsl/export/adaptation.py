@@ -1,6 +1,7 @@
 """A personal model for a device that was not in training: a joiner's personal rounds, the global model fixed."""
 
 from dataclasses import replace
+from math import sqrt
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,11 +18,13 @@ from fedcpsl.evaluation import Evaluation, evaluate
 from fedcpsl.export.chosen import Kept, on_this_machine, one_device
 from fedcpsl.export.graph import with_tensors
 from fedcpsl.runs.files import sha256_of, to_json, write_whole
-from fedcpsl.runs.final import device_table, save_models
+from fedcpsl.runs.final import save_models, write_tables
 from fedcpsl.runs.folder import write_manifest
 from fedcpsl.runs.holdings import write_holdings
 from fedcpsl.runs.manifest import make_manifest
 from fedcpsl.simulation import Setup, State, prepare, simulate
+
+NORMAL = 1.959964  # standard deviations on either side of a 95 % interval
 
 
 class Adapted(NamedTuple):
@@ -43,6 +46,24 @@ class Adapted(NamedTuple):
     @property
     def personal(self) -> float:
         return self.evaluation.personal.mean
+
+    @property
+    def gain(self) -> tuple[float, float] | None:
+        """The 95 % interval of what the personal model gains over the global one; None where nothing is held out."""
+        made, tests = self.evaluation.predictions, self.state.setup.shelf.test
+        if not self.held_out or made.general is None:
+            return None
+        ours, theirs = (log_h.argmax(-1) == tests.y for log_h in (made.personal, made.general))
+        return paired_interval(int((ours & ~theirs).sum()), int((theirs & ~ours).sum()), self.held_out)
+
+
+def paired_interval(better: int, worse: int, samples: int) -> tuple[float, float]:
+    """The 95 % interval of a difference of two accuracies on the same samples (Agresti and Min, 2005): as if two more
+    samples had been seen, which keeps it honest where samples are few.
+    """
+    count, difference = samples + 2, (better - worse) / (samples + 2)
+    half = NORMAL * sqrt((better + worse + 1) / count - difference**2) / sqrt(count)
+    return max(difference - half, -1.0), min(difference + half, 1.0)
 
 
 def rounds_of_a_device(kept: Kept) -> int:
@@ -145,7 +166,7 @@ def write_adapted(adapted: Adapted, kept: Kept, folder: Path) -> None:
         write_whole(partial / "metrics.jsonl", to_json(metrics) + "\n")
         write_holdings(partial, adapted.federation)
         save_models(partial, adapted.state, adapted.federation.scaling)
-        write_whole(partial / "devices.csv", device_table(adapted.state, adapted.evaluation))
+        write_tables(partial, adapted.state, adapted.evaluation, adapted.federation.class_names)
         partial.replace(folder)
     except OSError as error:
         raise InputError(f"{folder}: cannot be written: {error.strerror}; give another --out") from error

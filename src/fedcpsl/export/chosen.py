@@ -109,7 +109,7 @@ def choose(kept: Kept, device: str | None) -> Chosen:
     """The model of a device, by name or number, or "global"; without a name, of the only device."""
     alone = find_algorithm(kept.config.algorithm.name)[1].alone
     number, name = (None, GLOBAL) if device == GLOBAL else find_device(kept, device)
-    if device == GLOBAL and GLOBAL in _device_names(kept):
+    if device == GLOBAL and GLOBAL in device_names(kept):
         raise InputError(f"--device {GLOBAL}: is a device of {kept.folder} too; rename it in the data and run again")
     if alone and number is None:
         raise InputError(f"{kept.folder}: {kept.config.algorithm.name} has no global model; give --device NAME")
@@ -120,18 +120,7 @@ def choose(kept: Kept, device: str | None) -> Chosen:
             raise _never_active(kept, name)
     general = {} if alone else kept.under("global/")
     beta = float(kept.tensors["beta"][number]) if general and localized else None
-    about = About(
-        name,
-        number,
-        kept.classes,
-        kept.shape,
-        kept.features,
-        kept.scaling,
-        beta,
-        kept.config.algorithm.name,
-        shared_config(kept.config),
-        kept.digest,
-    )
+    about = about_of(kept, name, number, beta)
     model = kept.model
     setup = stand_in(kept, model, beta)
     thetas = [_theta(setup, named) if named else None for named in (general, localized)]
@@ -143,12 +132,30 @@ def choose(kept: Kept, device: str | None) -> Chosen:
     return Chosen(about, PersonalModel(modules[0], modules[1], beta, kept.scaling), Predictor(about, answer))
 
 
+def about_of(kept: Kept, name: str = GLOBAL, number: int | None = None, beta: float | None = None) -> About:
+    """What travels with a model of the run."""
+    return About(
+        name,
+        number,
+        kept.classes,
+        kept.shape,
+        kept.features,
+        kept.scaling,
+        beta,
+        kept.config.algorithm.name,
+        shared_config(kept.config),
+        kept.digest,
+    )
+
+
 def find_device(kept: Kept, device: str | None) -> tuple[int, str]:
     """The number and name of a device: by name, or by its number where no name is a number."""
-    names = _device_names(kept)
+    names = device_names(kept)
     if device is None:
         if len(names) > 1:
-            raise InputError(f"{kept.folder}: whose model? Give --device NAME, or --device {GLOBAL}")
+            whose = kept.config.data.device_column
+            column = f", or a table with its column {whose!r}" if whose else ""
+            raise InputError(f"{kept.folder}: whose model? Give --device NAME, or --device {GLOBAL}{column}")
         device = next(iter(names))
     if device in names:
         return names[device], device
@@ -174,7 +181,7 @@ def _hint(kept: Kept, device: str, names: Iterable[str]) -> str:
     return f"known: {', '.join([*known, GLOBAL])}" if is_number else did_you_mean(device, [*known, GLOBAL])
 
 
-def _device_names(kept: Kept) -> dict[str, int]:
+def device_names(kept: Kept) -> dict[str, int]:
     return {row["name"]: int(row["device"]) for row in read_device_table(kept.folder / "devices.csv")}
 
 

@@ -23,6 +23,7 @@ class NewSamples(NamedTuple):
     x: NDArray[Any]  # [samples, *shape]
     names: Sequence[int | str]  # numbers from 0, or the images' paths
     y: NDArray[np.int64] | None = None  # -1 where unknown; as many as there are classes: one that the model lacks
+    devices: Sequence[str] | None = None  # who holds each sample, where the input says
 
 
 def read_samples(path: Path, about: About) -> NewSamples:
@@ -77,7 +78,10 @@ def _arrays(path: Path, about: About) -> NewSamples:
         if y.shape != (len(x),) or y.dtype.kind not in "iu":
             raise InputError(f"{path}: y must be one class number for each of the {len(x)} samples, -1 where unknown")
         y = np.where(y < 0, UNKNOWN, np.minimum(y.astype(np.int64), len(about.classes)))
-    return NewSamples(x, range(len(x)), y)
+    device = arrays.get("device")
+    if device is not None and device.shape != (len(x),):
+        raise InputError(f"{path}: device must name a device for each of the {len(x)} samples")
+    return NewSamples(x, range(len(x)), y, None if device is None else list(map(str, device.tolist())))
 
 
 def _table(path: Path, about: About) -> NewSamples:
@@ -86,8 +90,8 @@ def _table(path: Path, about: About) -> NewSamples:
             f"{path}: the model was not trained on a table, so columns have no meaning to it; "
             f"give an array [samples, {', '.join(map(str, about.input_shape))}] as .npy or .npz"
         )
-    x, labels = read_rows(path, about.features, about.columns)
-    return NewSamples(x, range(len(x)), None if labels is None else _classes(labels, about))
+    x, labels, devices = read_rows(path, about.features, about.columns)
+    return NewSamples(x, range(len(x)), None if labels is None else _classes(labels, about), devices)
 
 
 def _images(path: Path, about: About) -> NewSamples:

@@ -1,5 +1,6 @@
 """The estimator: scikit-learn's side of it; what is learnt is in `learning`."""
 
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from sklearn.base import BaseEstimator, ClassifierMixin
-from sklearn.metrics import accuracy_score
+from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, recall_score
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
@@ -21,6 +22,12 @@ from fedcpsl.sklearn.learning import Learnt, MakeModel, learn, probabilities
 from fedcpsl.sklearn.targets import device_names, known_labels, places, refuse_text, refuse_unseen, with_marks
 
 SEEDS = 2**31 - 1
+NO_DEVICE = (
+    'the global model answers, for the samples\' devices were not given: give device=, or device="global" to say that '
+    "it is meant. A search or a cross-validation passes it on after sklearn.set_config(enable_metadata_routing=True) "
+    "with estimator.set_fit_request(device=True).set_predict_request(device=True)"
+    ".set_predict_proba_request(device=True).set_score_request(device=True)"
+)
 
 
 class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
@@ -131,7 +138,11 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return self
 
     def predict_proba(self, X: Any, device: Any = None) -> NDArray[np.float64]:
-        """The probability of every class, by the models of the samples' devices; without `device` by the global one."""
+        """The probability of every class, by the models of the samples' devices.
+
+        `device` is one per sample; "global" asks the global model. So does leaving it out, with a warning where
+        devices have models of their own.
+        """
         check_is_fitted(self)
         x = validate_data(self, X, reset=False, dtype="numeric", order="C")
         return probabilities(self.learnt_, x, self._who_answers(device, len(x)))
@@ -151,6 +162,31 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             raise ValueError("no sample has a label to score by: every y is -1 or missing")
         weight = None if sample_weight is None else np.asarray(sample_weight)[known]
         return float(accuracy_score(labels, predicted[known], sample_weight=weight))
+
+    def class_report(self, X: Any, y: Any, device: Any = None) -> dict[str, Any]:
+        """Accuracy, macro-F1, accuracy per class and the confusion matrix over the samples that have a label.
+
+        Rows of `confusion` are the classes, columns the predictions, both in the order of `classes_`; a label that was
+        not there at fit counts as wrong and has no row, and a class without samples has no accuracy (NaN). With a
+        device per sample, `devices` has the accuracy and the number of samples of each.
+        """
+        predicted = self.predict(X, device)
+        known, labels = known_labels(column_or_1d(with_marks(y)))
+        if len(known) != len(predicted) or not len(labels):
+            raise ValueError(f"y has {len(labels)} labels for {len(predicted)} samples: give some, one per sample")
+        given, right = predicted[known], labels == predicted[known]
+        recalls = recall_score(labels, given, labels=self.classes_, average=None, zero_division=np.nan)
+        report = {
+            "accuracy": float(right.mean()),
+            "macro_f1": float(f1_score(labels, given, average="macro", zero_division=0)),
+            "per_class": dict(zip(self.classes_.tolist(), recalls.tolist(), strict=True)),
+            "confusion": confusion_matrix(labels, given, labels=self.classes_),
+        }
+        if device is not None and not isinstance(device, str):
+            names = device_names(device, len(predicted))[known]
+            of_each = {name: right[names == name] for name in np.unique(names)}
+            report["devices"] = {n: {"accuracy": float(r.mean()), "samples": len(r)} for n, r in of_each.items()}
+        return report
 
     def _config(self, devices: int) -> Config:
         """The library's settings, checked."""
@@ -201,6 +237,13 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _who_answers(self, device: Any, samples: int) -> NDArray[np.int64]:
         """The place of every sample's device whose own model answers; -1: the global model does."""
         alone = self.learnt_.theta is None
+        if isinstance(device, str):
+            if device != "global" or alone:
+                asked = "" if alone else ', or "global"'
+                raise ValueError(f"device = {device!r}: give one per sample{asked}")
+            return np.full(samples, -1, np.int64)
+        if device is None and not alone and len(self.devices_) > 1 and self.learnt_.parts.personal:
+            _warn_the_caller(NO_DEVICE)
         if device is None and (not alone or len(self.devices_) == 1):
             return np.full(samples, 0 if alone else -1, np.int64)
         if device is None:
@@ -210,6 +253,14 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if alone or self.unseen != "global":
             refuse_unseen(names, owner, self.devices_)
         return owner if alone else np.where(self.learnt_.trained[owner], owner, -1)
+
+
+def _warn_the_caller(text: str) -> None:
+    """Point at the line that called a method of the classifier, through however many others of its methods."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_back.f_code.co_filename == __file__:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level + 1)
 
 
 def _plain(value: Any) -> Any:
