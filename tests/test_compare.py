@@ -10,7 +10,7 @@ import pytest
 
 from fedcpsl.config import Config
 from fedcpsl.errors import InputError
-from fedcpsl.runs.comparison import compare_plan, full_name, interval, sweep_plan
+from fedcpsl.runs.comparison import compare_plan, full_name, interval, summarise, sweep_plan
 
 from .command import PATIENCE_S, fedcpsl, spawn
 
@@ -158,21 +158,29 @@ def test_plans():
 def test_the_table_says_what_its_reader_must_know(tmp_path):
     """Whether all did the same work, what chose the best, and what being computed side by side does."""
     few = ["--seeds", "1", "--rounds", "1", "--set", "run.processes=1"]
-    unequal = fedcpsl("compare", "--algorithms", "fedcpsl,fedavg", *few, "--out", "a", cwd=tmp_path)
+    passes = ["--no-matched-steps", *few, "--out", "a"]
+    unequal = fedcpsl("compare", "--algorithms", "fedcpsl,fedavg", *passes, cwd=tmp_path)
     assert unequal.returncode == 0, unequal.stderr
     said = " ".join(unequal.stdout.split())
     assert "unequal work: fedcpsl took" in said
-    assert "give --matched-steps to compare like with like" in said
+    assert "leave out --no-matched-steps to compare like with like" in said
     assert "computed side by side" in said
-    assert " steps " in said
+    assert " steps gradients " in said
     page = (tmp_path / "a" / "report.html").read_text()
     assert "unequal work: fedcpsl took" in page
-    equal = fedcpsl("compare", "--algorithms", "fedcpsl,fedavg", "--matched-steps", *few, "--out", "b", cwd=tmp_path)
+    equal = fedcpsl("compare", "--algorithms", "fedcpsl,fedavg", *few, "--out", "b", cwd=tmp_path)
     assert "unequal work" not in equal.stdout
+    cases = summarise(tmp_path / "b")["cases"]
+    assert cases[0]["steps"] == cases[1]["steps"]
+    assert [case["gradients_per_step"] for case in cases] == [4, 1]
+    assert "one seed cannot tell algorithms apart" in equal.stdout
     by_tests = fedcpsl("sweep", "--grid", "beta=.5,.9", *few, "--out", "c", cwd=tmp_path)
+    assert by_tests.stdout.strip().startswith("sweep of beta on digits, judged by test sets")
+    assert "judged by test sets" in (tmp_path / "c" / "report.html").read_text().partition("</h1>")[0]
     assert "chosen by test sets" in " ".join(by_tests.stdout.split())
     kept = fedcpsl("sweep", "--grid", "beta=.5,.9", *few, "--set", "data.validation=0.2", "--out", "d", cwd=tmp_path)
     assert kept.returncode == 0, kept.stderr
     assert "chosen by test sets" not in kept.stdout
+    assert "sweep of beta on digits, judged by validation samples" in kept.stdout
     alone = fedcpsl("compare", "--algorithms", "fedcpsl", *few, "--out", "e", cwd=tmp_path)
     assert "computed side by side" not in alone.stdout

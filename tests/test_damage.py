@@ -21,7 +21,7 @@ DAMAGES = {
     "huge numbers": lambda raw: raw.replace(b"3", b"9" * 400),
     "escapes": lambda raw: raw.replace(b"digits", b"di\\u001b[31mgits"),
 }
-FILES = ["config.toml", "manifest.json", "metrics.jsonl", "devices.csv", "split.json"]
+FILES = ["config.toml", "manifest.json", "metrics.jsonl", "devices.csv", "confusion.csv", "split.json"]
 COMMANDS = [["show", "d"], ["show", "d", "--json"], ["report", "d"], ["run", "--resume", "d"]]
 COMMANDS += [["export", "d", "--device", "0", "--out", "x.safetensors"], ["report", "d", "--format", "csv"]]
 

@@ -128,7 +128,7 @@ def test_the_map_shows_what_devices_hold(run):
     assert [sum(row) for row in holdings["labelled"]] == [int(d["labelled"]) for d in devices]
     assert [sum(row) for row in holdings["unlabelled"]] == [int(d["unlabelled"]) for d in devices]
     page = (run / "report.html").read_text()
-    assert page.count('class="heat ') == 2
+    assert page.count('class="heat ') == 4  # and two of what is taken for what
     device, kind = next((i, c) for i, row in enumerate(holdings["labelled"]) for c, n in enumerate(row) if n)
     count = holdings["labelled"][device][kind]
     assert f"device {device}, class {kind}: {count} labelled, " in page
@@ -591,6 +591,6 @@ def test_on_paper_nothing_is_cut_off(run, comparison, tmp_path):
         browser.call("Emulation.setEmulatedMedia", media="print")
         browser.value("document.querySelectorAll('details').forEach(each => { each.open = true; })")
         columns = "Math.max(...[...document.querySelectorAll('table.sorts tr')].map(r => r.cells.length))"
-        assert browser.value(columns) == 12
+        assert browser.value(columns) == 14
         ends = "[...document.querySelectorAll('table')].map(t => t.getBoundingClientRect().right)"
         assert max(browser.value(ends)) <= 700

@@ -85,6 +85,7 @@ def test_a_study_is_run_once_and_its_tables_are_the_means_of_its_runs(desk):
         "config.toml",
         "manifest.json",
         "metrics.jsonl",
+        "confusion.csv",
         "devices.csv",
         "split.json",
     }

@@ -9,7 +9,7 @@ from fedcpsl.errors import InputError
 from fedcpsl.torchrun import place
 
 FORMATS = ("html", "md", "latex", "csv")
-TABLES = ("summary", "reach", "devices", "rounds")
+TABLES = ("summary", "reach", "devices", "classes", "rounds")
 
 
 def add(commands: Any) -> None:
@@ -87,6 +87,7 @@ def _write(runs: Sequence[Path], out: Path | None) -> Path:
 
 def _tables(runs: Sequence[Path], form: str, name: str | None) -> str:
     from fedcpsl.report import findings
+    from fedcpsl.report.classes import class_tables
     from fedcpsl.report.story import alone_for, read_story
     from fedcpsl.report.tables import WRITERS, Table
 
@@ -100,6 +101,10 @@ def _tables(runs: Sequence[Path], form: str, name: str | None) -> str:
                 raise InputError(f"{runs[0]}: --table devices: no run is finished, so there is no table of devices")
             found = [findings.devices(run, alone_for(run, story.references), line.name) for line, run in finished]
             tables += found if form == "csv" else [findings.shortened(table) for table in found]
+        elif each == "classes":
+            tables += class_tables(story)
+            if not tables:
+                raise InputError(f"{runs[0]}: --table classes: no run is finished, so there is no table of classes")
         else:
             tables.append(
                 {"summary": findings.summary, "reach": findings.reach, "rounds": findings.rounds}[each](story)

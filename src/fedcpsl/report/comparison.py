@@ -19,8 +19,8 @@ from rich.text import Text
 from fedcpsl.report.fitting import if_it_fits, print_table, room, that_fit
 from fedcpsl.report.tables import size
 from fedcpsl.report.terminal import percent
-from fedcpsl.report.verdict import judged, of_comparison
-from fedcpsl.runs.comparison import read_plan, run_folder, summarise
+from fedcpsl.report.verdict import as_sentence, judged, of_comparison
+from fedcpsl.runs.comparison import SUMMARISED, read_plan, run_folder, summarise
 from fedcpsl.runs.files import to_json, write_whole
 from fedcpsl.runs.folder import read_metrics
 
@@ -248,8 +248,7 @@ def curve_of(runs: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[list[int], np
 def _csv(summary: Mapping[str, Any]) -> str:
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
-    keys = ("personal", "worst_tenth", "global", "localized", "validation", "uplink_bytes", "steps")
-    keys += ("gradients_per_step", "seconds")
+    keys = [*SUMMARISED, "gradients_per_step"]
     targets = [f"{what}_to_{r:g}" for r in summary["reach"] for what in ("rounds", "uplink_bytes")]
     swept = list(summary["cases"][0]["settings"]) if summary["kind"] == "sweep" else []
     table.writerow(["case", *swept, "seed", *keys, *targets])
@@ -281,7 +280,7 @@ def _results(summary: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
         f"local steps of all devices{per_step}; to x %: the first round at x and the bytes sent by then."
     )
     says = '</p><p class="say">'.join([escape(says), *map(escape, remarks(summary))])
-    told = "".join(f"<p>{escape(text)}.</p>" for text in of_comparison(summary))
+    told = "".join(f"<p>{escape(as_sentence(text))}</p>" for text in of_comparison(summary))
     figures = ""
     if "sweep" in pictures:
         words = "Mean personal accuracy, %: on validation samples where there are some, else on the tests."

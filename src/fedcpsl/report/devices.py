@@ -6,7 +6,7 @@ from typing import Any
 
 from fedcpsl.report.findings import best_and_worst, device_records
 from fedcpsl.report.story import Story, Told, alone_for
-from fedcpsl.report.tables import percent, points
+from fedcpsl.report.tables import percent, plain, points
 
 MOST_RUNS = 12  # whose devices are listed
 FEWER = 24  # devices of each, where there are several runs
@@ -59,7 +59,7 @@ def _run(run: Told, alone: Told | None, *, few: bool) -> str:
         rows.insert(len(listed) // 2, cut)
     head = '<th scope="col">device</th><th scope="col" class="rest">labelled</th>'
     head += '<th scope="col" class="rest">unlabelled</th><th scope="col" class="bar">0 to 100 %</th>'
-    head += '<th scope="col" aria-sort="descending">personal, %</th>'
+    head += '<th scope="col" class="rest">tests</th><th scope="col" aria-sort="descending">personal, %</th>'
     head += '<th scope="col">over alone</th>' if alone else ""
     return (
         f"{_gains(records) if alone else ''}{_marks(with_global, alone is not None)}"
@@ -89,7 +89,8 @@ def _marks(with_global: bool, with_alone: bool) -> str:
 def _row(record: Mapping[str, Any], *, gains: bool) -> str:
     name = escape(str(record["device"]))
     sizes = "".join(f'<td class="rest">{record[key]:,}</td>' for key in ("labelled", "unlabelled"))
-    cells = f'<td class="bar">{_strip(record)}</td><td>{percent(record["personal"])}</td>'
+    cells = f'<td class="bar">{_strip(record)}</td><td class="rest">{plain(record["tests"])}</td>'
+    cells += f"<td>{percent(record['personal'])}</td>"
     if gains:
         gain = record["gain"]
         side = "" if not gain else "up" if gain > 0 else "down"
@@ -114,6 +115,7 @@ def _strip(record: Mapping[str, Any]) -> str:
         marks += f'<i class="g" style="left:{general:.1f}%"></i>'
         words.append(f"global {general:.2f} %")
     marks += f'<i class="p" style="left:{personal:.1f}%"></i>'
+    words.append(f"{plain(record['tests'])} tests")
     words.append(f"{record['labelled']} labelled, {record['unlabelled']} unlabelled samples")
     words.append(f"active in {record['active_rounds']} rounds")
     tip = escape("; ".join(words), quote=True)

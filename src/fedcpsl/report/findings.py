@@ -8,6 +8,7 @@ import numpy as np
 from fedcpsl.report.story import Line, Story, Told, alone_for
 from fedcpsl.report.tables import Column, Table, count, percent, plain, points, seconds, size
 from fedcpsl.runs.comparison import interval, reached
+from fedcpsl.runs.device_table import TESTS
 from fedcpsl.runs.folder import Metrics
 
 MODELS = ("personal", "global", "localized")
@@ -126,7 +127,8 @@ def device_records(run: Told, alone: Told | None) -> list[dict[str, Any]]:
         personal, by_itself = accuracies["personal"], own.get(d["device"])
         gain = None if personal is None or by_itself is None else personal - by_itself
         sizes = {key: int(d[key]) for key in ("labelled", "unlabelled", "active_rounds")}
-        records.append({"device": d["name"], **sizes, **accuracies, "alone": by_itself, "gain": gain})
+        tests = int(d[TESTS]) if TESTS in d else None
+        records.append({"device": d["name"], **sizes, TESTS: tests, **accuracies, "alone": by_itself, "gain": gain})
     tested = [record for record in records if record["personal"] is not None]
     return sorted(tested, key=lambda r: -r["personal"])
 
@@ -143,6 +145,7 @@ def devices(run: Told, alone: Told | None, name: str) -> Table:
     columns = [Column("device", "device", plain)]
     columns += [Column(k, k.replace("_", " "), plain) for k in ("labelled", "unlabelled", "active_rounds")]
     records = device_records(run, alone)
+    columns += [Column(TESTS, TESTS, plain)] if any(r[TESTS] is not None for r in records) else []
     columns += [Column(m, f"{m}, %", percent) for m in MODELS if any(r[m] is not None for r in records)]
     if alone:
         columns += [Column("alone", "alone, %", percent), Column("gain", "gain, points", points)]

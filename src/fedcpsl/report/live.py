@@ -20,7 +20,7 @@ from fedcpsl.report.tables import embedded
 
 HOST = "127.0.0.1"
 FOLLOWED = ("metrics.jsonl", "devices.csv", "failed.txt", "manifest.json", "alone/devices.csv")
-EMPTY = ("summary", "accuracy", "devices", "split", "labels", "cost", "gaps", "again")
+EMPTY = ("summary", "accuracy", "devices", "classes", "split", "labels", "cost", "gaps", "again")
 
 
 class News(NamedTuple):

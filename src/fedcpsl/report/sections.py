@@ -6,13 +6,14 @@ from typing import Any
 
 from fedcpsl.report import charts, findings
 from fedcpsl.report.charts import Chart
+from fedcpsl.report.classes import class_section
 from fedcpsl.report.devices import device_section
 from fedcpsl.report.drawing import figure, heat_map
 from fedcpsl.report.lead import sentence
 from fedcpsl.report.rerun import rerun_section
 from fedcpsl.report.story import Line, Story
 from fedcpsl.report.tables import Column, Table, percent, points, seconds, size, to_html
-from fedcpsl.report.verdict import verdicts
+from fedcpsl.report.verdict import as_sentence, verdicts
 from fedcpsl.runs.holdings import Holdings, filled, read_holdings
 
 MOST_SPLITS, MOST_CELLS = 4, 6_000  # of the maps of a page: keeps it small
@@ -41,6 +42,7 @@ def parts_of(story: Story, drawn: Mapping[str, Chart], title: str = "", summary:
         "summary": _summary(story) if summary is None else summary,
         "accuracy": _accuracy(story, drawn),
         "devices": device_section(story),
+        "classes": class_section(story),
         "split": _splits(story),
         "labels": _labels(drawn),
         "cost": _cost(story, drawn),
@@ -78,7 +80,7 @@ def _head(story: Story, title: str) -> str:
     heading = f"<h1>{escape(name)}{f' <span>on {escape(on)}</span>' if on else ''}</h1>"
     lead = f'<p class="lead">{escape(sentence(story))}</p>' if story.lines else ""
     if len(story.runs) == 1 and story.runs[0].devices:
-        lead += "".join(f"<p>{escape(text)}.</p>" for text in verdicts(story.runs[0].folder))
+        lead += "".join(f"<p>{escape(as_sentence(text))}</p>" for text in verdicts(story.runs[0].folder))
     notes = "" if story.over else f'<p class="say">Not finished: {escape(state_of(story))}.</p>'
     for folder, reason in list(story.failed.items())[:MOST_FAILED]:
         notes += f'<p class="say">Failed and left out: <code>{escape(folder)}</code>: {escape(reason)}</p>'

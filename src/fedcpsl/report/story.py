@@ -10,6 +10,7 @@ from fedcpsl.config import Config
 from fedcpsl.errors import InputError
 from fedcpsl.runs.alone import FOLDER as ALONE
 from fedcpsl.runs.comparison import is_comparison, read_plan, run_folder
+from fedcpsl.runs.confusion import Confusion, read_confusion
 from fedcpsl.runs.device_table import read_device_table
 from fedcpsl.runs.folder import Metrics, failure, is_finished, read_manifest, read_metrics, read_run_config
 from fedcpsl.settings import AUTO
@@ -26,6 +27,12 @@ class Told(NamedTuple):
     metrics: list[Metrics]
     devices: list[dict[str, str]]  # empty until the run is finished
     finished: bool
+
+    @property
+    def confusion(self) -> Confusion | None:
+        """What its models take for what, where that was counted."""
+        names = self.manifest.get("class_names") or list(map(str, range(self.manifest["classes"])))
+        return read_confusion(self.folder, names) if self.finished else None
 
     @property
     def seed(self) -> int:

@@ -92,6 +92,8 @@ def results_table(metrics: dict[str, Any]) -> Table:
 
 def _caption(metrics: dict[str, Any]) -> str:
     facts = [] if metrics["union"] is None else [f"global model on all tests {percent(metrics, 'union')}"]
+    if (metrics.get("macro_f1") or {}).get("personal") is not None:
+        facts.append(f"macro-F1 of the personal models on all tests {percent(metrics['macro_f1'], 'personal')}")
     if metrics.get("validation"):
         facts.append(f"personal model on validation samples {percent(metrics['validation'])}")
     if metrics["pseudo_label_accuracy"] is not None:

@@ -15,6 +15,11 @@ USE_GLOBAL = "use the global model (--device global), or give it more weight wit
 TRAIN_ALONE = "a federation does not pay for these devices: train each alone"
 
 
+def as_sentence(text: str) -> str:
+    """With a capital letter and a full stop; names of algorithms stay as they are."""
+    return f"{text[:1].upper() if text.startswith(('the ', 'whether ', 'one ', 'use ')) else text[:1]}{text[1:]}."
+
+
 def of_run(folder: Path, final: Mapping[str, object]) -> list[str]:
     """The verdicts of a run that has come to its end; none before."""
     return verdicts(folder) if final["finished"] else []

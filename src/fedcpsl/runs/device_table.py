@@ -7,6 +7,7 @@ from fedcpsl.errors import InputError
 from fedcpsl.runs.files import MOST_DIGITS
 
 COLUMNS = ("device", "name", "labelled", "unlabelled", "active_rounds", "personal", "global", "localized")
+TESTS = "tests"  # a last column, which version 0.1 did not write
 COUNTS, ACCURACIES = ("device", "labelled", "unlabelled", "active_rounds"), ("personal", "global", "localized")
 
 
@@ -34,7 +35,7 @@ def read_device_table(path: Path) -> list[dict[str, str]]:
 
 
 def _check(row: dict[str, str]) -> None:
-    for column in COUNTS:
+    for column in (*COUNTS, TESTS) if TESTS in row else COUNTS:
         if len(row[column]) > MOST_DIGITS or int(row[column]) < 0:
             raise ValueError(f"{column} = {row[column][:40]!r} is no count")
     for column in ACCURACIES:

@@ -22,8 +22,7 @@ from fedcpsl.models import choose_model, make_model
 from fedcpsl.runs import folder as files
 from fedcpsl.runs.checkpoint import checkpoints, drop_checkpoints, load_checkpoint, numbers_of, save_checkpoint
 from fedcpsl.runs.diary import Diary, Watch
-from fedcpsl.runs.files import write_whole
-from fedcpsl.runs.final import device_table, save_models
+from fedcpsl.runs.final import save_models, write_tables
 from fedcpsl.runs.holdings import write_holdings
 from fedcpsl.runs.leader import begin, go_on
 from fedcpsl.runs.manifest import environment, make_manifest, now
@@ -234,7 +233,7 @@ def _run(members: Sequence[Member], from_states: Sequence[State] | None) -> list
     if config.run.keep == "models":
         _for_each(members, states, lambda m, state: save_models(m.folder, state, m.experiment.federation.scaling))
     for member, state, evaluation in zip(members, states, evaluations, strict=True):
-        write_whole(member.folder / "devices.csv", device_table(state, evaluation))
+        write_tables(member.folder, state, evaluation, member.experiment.federation.class_names)
         if config.run.keep == "metrics":
             drop_checkpoints(member.folder)
     return [Outcome(member.folder, state.round, finished=True) for member, state in zip(members, states, strict=True)]

@@ -1,4 +1,4 @@
-"""What a finished run leaves: its models, and the table of its devices."""
+"""What a finished run leaves: its models, the table of its devices, and what is taken for what."""
 
 import csv
 import io
@@ -13,6 +13,9 @@ from fedcpsl.data.scaling import Scaling
 from fedcpsl.evaluation import Evaluation
 from fedcpsl.network import Network
 from fedcpsl.runs.checkpoint import save_tensors
+from fedcpsl.runs.confusion import FILE, MOST_COUNTED, Confusion, Counts, to_csv
+from fedcpsl.runs.device_table import COLUMNS, TESTS
+from fedcpsl.runs.files import write_whole
 from fedcpsl.simulation import State
 
 
@@ -45,13 +48,38 @@ def device_table(state: State, evaluation: Evaluation) -> str:
     setup = state.setup
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
-    table.writerow(["device", "name", "labelled", "unlabelled", "active_rounds", "personal", "global", "localized"])
+    table.writerow([*COLUMNS, TESTS])
     shown = (evaluation.personal, evaluation.general, evaluation.localized)
+    tests = np.diff(setup.shelf.test.start)
     listed: Sequence[int] = range(setup.devices)
     if state.sparse is not None:
         listed = sorted({*np.flatnonzero(state.sparse.there).tolist(), *evaluation.personal.devices})
     for i in listed:
         accuracies = [a.devices.get(i, "") if a else "" for a in shown]
         sizes = (setup.sizes.labelled[i], setup.sizes.unlabelled[i])
-        table.writerow([i, setup.names[i], *sizes, state.active_rounds[i], *accuracies])
+        table.writerow([i, setup.names[i], *sizes, state.active_rounds[i], *accuracies, tests[i]])
     return text.getvalue()
+
+
+def confusion(state: State, evaluation: Evaluation, classes: Sequence[str]) -> Confusion:
+    """Of the tests of every device that takes part: their classes, and those predicted."""
+    tests, made = state.setup.shelf.test, evaluation.predictions
+    tested = np.zeros(state.setup.devices, bool)
+    tested[list(evaluation.personal.devices)] = True
+    here = np.repeat(tested, np.diff(tests.start))
+    y = tests.y.cpu().numpy()[here]
+
+    def counted(log_h: Tensor) -> Counts:
+        pairs = y * len(classes) + log_h.argmax(-1).cpu().numpy()[here]
+        return np.bincount(pairs, minlength=len(classes) ** 2).reshape(len(classes), len(classes))
+
+    models = {"personal": made.personal, "global": made.general}
+    return Confusion(list(classes), {name: counted(m) for name, m in models.items() if m is not None and len(y)})
+
+
+def write_tables(folder: Path, state: State, evaluation: Evaluation, class_names: Sequence[str]) -> None:
+    """confusion.csv, and devices.csv, which says that a run is finished."""
+    classes = class_names or list(map(str, range(state.setup.method.network.classes)))
+    if len(classes) <= MOST_COUNTED:
+        write_whole(folder / FILE, to_csv(confusion(state, evaluation, classes)))
+    write_whole(folder / "devices.csv", device_table(state, evaluation))

@@ -11,6 +11,7 @@ from typing import Any
 
 from fedcpsl.config import Config, read_config, to_toml, with_settings
 from fedcpsl.errors import InputError, RunError
+from fedcpsl.runs.confusion import class_metrics, read_confusion
 from fedcpsl.runs.files import append_line, new_folder, parse_json, read_json, sha256_of, to_json, write_whole
 from fedcpsl.torchrun import way_on
 
@@ -229,7 +230,9 @@ def final_metrics(folder: Path) -> Metrics:
     config, metrics = read_run_config(folder), read_metrics(folder)
     if not metrics:
         raise InputError(f"{folder}: has no metrics yet; resume it with `fedcpsl run --resume {folder}`")
-    last = dict(metrics[-1])
+    last, manifest = dict(metrics[-1]), read_manifest(folder)
+    names = manifest.get("class_names") or list(map(str, range(manifest["classes"])))
+    confusion = read_confusion(folder, names) if is_finished(folder) else None
     return {
         "run": str(folder),
         "algorithm": config.algorithm.name,
@@ -239,6 +242,7 @@ def final_metrics(folder: Path) -> Metrics:
         "rounds": last.pop("round"),
         "finished": is_finished(folder),
         **last,
-        "gradients_per_step": read_manifest(folder).get("gradients_per_step"),
+        "gradients_per_step": manifest.get("gradients_per_step"),
+        **(class_metrics(confusion) if confusion else {}),
         "config": asdict(config),
     }
