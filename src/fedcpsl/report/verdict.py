@@ -7,6 +7,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from fedcpsl.runs.device_table import read_device_table
+from fedcpsl.runs.folder import read_manifest
 
 LEVEL = 0.975  # of a two-sided interval of 95 %
 Pairs = Sequence[tuple[float, float]]  # two accuracies of each device
@@ -21,8 +22,13 @@ def as_sentence(text: str) -> str:
 
 
 def of_run(folder: Path, final: Mapping[str, object]) -> list[str]:
-    """The verdicts of a run that has come to its end; none before."""
-    return verdicts(folder) if final["finished"] else []
+    """The verdicts of a run that has come to its end, and how to get those that are missing; none before."""
+    if not final["finished"]:
+        return []
+    served = final["global"] is not None and "adapted_from" not in read_manifest(folder)
+    missing = served and not (folder / "alone" / "devices.csv").exists()
+    ask = f"whether devices would do as well alone is not known: fedcpsl report {folder} --alone tells"
+    return [*verdicts(folder), *[ask] * missing]
 
 
 def verdicts(folder: Path) -> list[str]:
