@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save
 
 from fedcpsl import Algorithm, Federation, Run, Work, prepare
-from fedcpsl.algorithm import Upload
-from fedcpsl.algorithms import all_algorithms
+from fedcpsl.algorithms import all_algorithms, traits_of
+from fedcpsl.algorithms.family import Upload
 from fedcpsl.models import make_model
 from fedcpsl.simulation import initial_state
 from fedcpsl.simulation.executors import local_rounds
@@ -36,7 +36,7 @@ def uploads(name: str, model: str) -> tuple[int, int]:
     """Bytes that a device sends and is sent in its first round, and what the simulator counts as sent."""
     shape = SHAPES[model]
     torch.manual_seed(0)
-    everyone = all_algorithms()[name][1].everyone
+    everyone = traits_of(name).everyone
     work = Work(rounds=1, active="auto" if everyone else 2, unit="steps", amount=1)
     network = make_model(model, [200, 200], shape, 10)
     setup = prepare(federation(shape), network, Algorithm(name=name, eta=0.01), work, Run(device="cpu", processes=1))
@@ -46,7 +46,7 @@ def uploads(name: str, model: str) -> tuple[int, int]:
     finished = next(
         iter(local_rounds([Ask(setup, plan, state.devices, sent)], ground_of(setup.shelf, state.targets.clone())))
     )
-    message = 0 if setup.method.parts.alone else len(save(_message(finished.upload)))
+    message = 0 if setup.method.traits.alone else len(save(_message(finished.upload)))
     before = initial_state(setup)
     counted = (next_state(before, plan).uplink_bytes - before.uplink_bytes) // len(plan)
     return message, counted

@@ -11,7 +11,7 @@ from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.util import logging
 
 import fedcpsl
-from fedcpsl.config import FLAGS, Config
+from fedcpsl.config import FLAGS, Config, other_algorithm_settings
 from fedcpsl.kinds import toml_value
 
 project = "fedcpsl"
@@ -44,12 +44,13 @@ def settings_tables() -> str:
     """One table per section of `fedcpsl.config.Config`: each setting, its default, what it accepts and means."""
     flags = {name: flag for flag, name in FLAGS.items()}
     lines = []
-    for section in fields(Config):
-        values = getattr(Config(), section.name)
-        lines += [f"## `[{section.name}]`", "", str(type(values).__doc__), ""]
+    sections = [(section.name, getattr(Config(), section.name), "") for section in fields(Config)]
+    others = [("algorithm", kind(), f" of {kind().name}") for kind in other_algorithm_settings()]
+    for title, values, whose in [*sections, *others]:
+        lines += [f"## `[{title}]`{whose}", "", str(type(values).__doc__), ""]
         lines += ["| setting | default | accepts | meaning |", "|---|---|---|---|"]
         for declared in fields(values):
-            name = f"{section.name}.{declared.name}"
+            name = f"{title}.{declared.name}"
             shown = f"`{declared.name}`" + (f"<br>`{flags[name]}`" if name in flags else "")
             default = f"`{toml_value(getattr(values, declared.name))}`"
             cells = [shown, default, declared.metadata["accepts"], declared.metadata["help"]]

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load, save
 
 from fedcpsl import config
-from fedcpsl.algorithms import all_algorithms
+from fedcpsl.algorithms import all_algorithms, traits_of
 from fedcpsl.federation import Message, Participant, Rules, respond, terms_of
 from fedcpsl.federation.device_store import load_kept, restarted, settle
 from fedcpsl.federation.holdings import holdings_of
@@ -21,14 +21,14 @@ from fedcpsl.simulation import prepare
 from .conftest import small_federation, small_model
 
 SEED = 3
-NAMES = sorted(name for name, (_, parts) in all_algorithms().items() if not parts.alone)
+NAMES = sorted(name for name in all_algorithms() if not traits_of(name).alone)
 WORK = config.Work(rounds=5, active=4, unit="hlu", hlu=[1, 3], batch_labelled=3, batch_unlabelled=4)
 
 
 def make(name="fedcpsl", *, work=WORK, model=None, dtype="float64", **numbers):
     """The simulator's setup, from which both sides of a federation are made."""
     chosen = {"eta": 0.05, "alpha_p": 0.5, "alpha_r": 0.2, "beta": [0.1, 0.9, 0.0, 1.0, 0.5]} | numbers
-    if all_algorithms()[name][1].everyone:
+    if traits_of(name).everyone:
         work = replace(work, active="auto")
     run = config.Run(executor="sequential", processes=1, dtype=dtype, seed=SEED, device="cpu")
     return prepare(small_federation(), model or small_model(), config.Algorithm(name=name, **chosen), work, run)

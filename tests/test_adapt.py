@@ -64,12 +64,12 @@ def test_the_global_model_and_the_scaling_stay_as_they_are(run, tmp_path, capsys
 
 def test_it_is_what_personal_rounds_of_a_joiner_are(run, tmp_path):
     """One round, by the functions of the algorithm: theta_lc starts at theta, nu is labelled there, and is fixed."""
-    from fedcpsl.algorithm import map_tensors
     from fedcpsl.export.adaptation import adapt
     from fedcpsl.export.chosen import read_kept
     from fedcpsl.problem import Samples
     from fedcpsl.schedule import draw_tasks
     from fedcpsl.settings import Data
+    from fedcpsl.trees import map_tensors
 
     table = opposite(tmp_path / "dan.csv", rows=30)
     kept = read_kept(run)
@@ -78,12 +78,12 @@ def test_it_is_what_personal_rounds_of_a_joiner_are(run, tmp_path):
     method, hyper = setup.personal_method, map_tensors(lambda t: t[0], setup.hyper)
     algorithm, network = setup.algorithm, method.network
     theta = network.join([kept.tensors[f"global/{name}"] for name in network.shapes])
-    server = algorithm.init_server(setup.method)._replace(theta=theta)
+    server = setup.first_server()._replace(theta=theta)
     broadcast = algorithm.broadcast(server)
     device = algorithm.init_device(method, broadcast)
     n, m = int(setup.sizes.labelled[0]), int(setup.sizes.unlabelled[0])
     x, targets = shelf.x(slice(0, n + m)), shelf.one_hot.clone()
-    targets[n:] = algorithm.relabel(setup.method, hyper, broadcast, device, x[n:], targets[n:], m)
+    targets[n:] = algorithm.relabel(setup.method, hyper, broadcast, device, x[n:], targets[n:], torch.tensor(m))
     (task,) = draw_tasks(setup.seed, 0, [0], setup.sizes, setup.work, unlabelled=True, dropout=False)
     local = algorithm.begin(method, hyper, broadcast, device)
     for labelled, unlabelled in zip(task.labelled, task.unlabelled, strict=True):

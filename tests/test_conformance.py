@@ -9,13 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcpsl import config
-from fedcpsl.algorithm import Local, map_tensors
-from fedcpsl.algorithms import all_algorithms
+from fedcpsl.algorithm import Roster, optional
+from fedcpsl.algorithms import all_algorithms, family, traits_of
 from fedcpsl.problem import Samples
 from fedcpsl.runs.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from fedcpsl.schedule import DeviceRound, draw_tasks
 from fedcpsl.simulation import initial_state, prepare, simulate
 from fedcpsl.simulation.rounds import next_state
+from fedcpsl.simulation.slots import Ask, told_to
+from fedcpsl.trees import leaves, map_tensors, named_leaves
 
 from .conftest import needs_fork, small_federation, small_model
 
@@ -37,13 +39,17 @@ def make(
     **numbers,
 ):
     federation = federation or small_federation()
-    chosen = {"eta": 0.05, "alpha_p": 0.5, "alpha_r": 0.2, "beta": [0.1, 0.9, 0.0, 1.0, 0.5]} | numbers
-    if all_algorithms()[name][1].everyone:
+    kind = config.algorithm_settings(name)
+    family_only = (
+        {"alpha_p": 0.5, "alpha_r": 0.2, "beta": [0.1, 0.9, 0.0, 1.0, 0.5]} if kind is config.Algorithm else {}
+    )
+    chosen = {"eta": 0.05} | family_only | numbers
+    if traits_of(name).everyone:
         work = replace(work, active="auto")
     return prepare(
         federation,
         model or small_model(),
-        config.Algorithm(name=name, **chosen),
+        kind(name=name, **chosen),
         work,
         config.Run(executor=executor, slots=slots, processes=processes, dtype=dtype, seed=3, device="cpu"),
     )
@@ -55,13 +61,8 @@ def final(setup, start=None):
 
 
 def tensors(state):
-    return {
-        "theta": state.server.theta,
-        "c": state.server.c,
-        "theta_lc": state.devices.theta_lc,
-        "c_i": state.devices.c,
-        "nu": state.targets,
-    }
+    """Every tensor of every state that lasts."""
+    return named_leaves(state.server, "server") | named_leaves(state.devices, "devices") | {"nu": state.targets}
 
 
 def assert_equal(a, b, tolerance=1e-10):
@@ -72,11 +73,17 @@ def assert_equal(a, b, tolerance=1e-10):
             assert torch.allclose(x, y, rtol=tolerance, atol=tolerance), (name, (x - y).abs().max().item())
 
 
+def stacked_broadcast(setup, server, devices):
+    """What some devices are sent, as slots side by side are given it."""
+    broadcast, rows = told_to(setup, server, devices)
+    return Ask(setup, (), (), broadcast, rows=rows).told_each(devices)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_executors_agree(name):
     """Unequal step counts and data sizes, empty label sets and lost uploads included."""
     reference = final(make(name))
-    assert (reference.lost > 0) != all_algorithms()[name][1].alone  # who sends nothing loses nothing
+    assert (reference.lost > 0) != traits_of(name).alone  # who sends nothing loses nothing
     assert_equal(reference, final(make(name, "vectorised")))
 
 
@@ -101,7 +108,7 @@ def test_the_number_of_processes_changes_nothing(name, executor):
 @pytest.mark.parametrize("switch", SWITCHES)
 @pytest.mark.parametrize("name", ["fedcpsl", "fedavg"])
 def test_every_part_can_be_switched_alone(name, switch):
-    parts = all_algorithms()[name][1]
+    parts = family.VARIANTS[name]
     flipped = {switch: not getattr(parts, switch)}
     changed = final(make(name, **flipped))
     assert_equal(changed, final(make(name, "vectorised", **flipped)))
@@ -131,14 +138,14 @@ def test_padding_changes_nothing(name):
         torch.nn.functional.pad(labelled, (0, 3)),
         torch.nn.functional.pad(unlabelled, (0, 3)),
     )
-    sent = algorithm.broadcast(state.server)
+    sent = stacked_broadcast(setup, state.server, [0, 2])
     ends = []
     for samples in (Samples(x, target, labelled, unlabelled), padded):
         local = algorithm.begin(method, hyper, sent, device)
         for _ in range(3):
             local = algorithm.step(method, hyper, local, samples)
         ends.append(local)
-    for a, b in zip(ends[0].models, ends[1].models, strict=True):
+    for a, b in zip(*map(leaves, ends), strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-13)
 
 
@@ -173,45 +180,49 @@ def test_inputs_are_not_modified(name):
     rng = np.random.default_rng(1)
     server = map_tensors(lambda t: t + 0.1, state.server)
     device = map_tensors(lambda t: t + 0.2, state.devices)
-    sent = algorithm.broadcast(server)
+    sent = stacked_broadcast(setup, server, range(5))
     x = torch.from_numpy(rng.normal(size=(5, 4, 6)))
     nu = torch.softmax(torch.from_numpy(rng.normal(size=(5, 4, 3))), -1)
     weights = torch.full((5, 4), 0.25, dtype=torch.float64)
     samples = Samples(x, nu, weights, weights)
     given_in = [server, device, sent, hyper, samples[:4]]
     before = [map_tensors(lambda t: t.clone(), tuple(s)) for s in given_in]
-    algorithm.relabel(method, hyper, sent, device, x, nu, 4)
+    if relabel := optional(algorithm, "relabel"):
+        relabel(method, hyper, sent, device, x, nu, torch.full((5,), 4))
     local = algorithm.step(method, hyper, algorithm.begin(method, hyper, sent, device), samples)
     steps = torch.ones(5, dtype=torch.int64)
     kept, upload = algorithm.finish(method, hyper, sent, device, local, steps)
     upload_before = map_tensors(lambda t: t.clone(), upload)
     algorithm.commit(method, hyper, sent, kept, upload)
-    added = algorithm.contribution(method, hyper, upload, weights[:, 0])
-    total = map_tensors(lambda t: t.sum(0), added)
-    algorithm.apply(method, server, total, 5)
-    algorithm.admit(method, server, 10, 20)
+    if receive := optional(algorithm, "receive"):
+        receive(method, server, torch.arange(5), upload, weights[:, 0])
+    else:
+        added = algorithm.contribution(method, hyper, upload, weights[:, 0])
+        algorithm.apply(method, server, map_tensors(lambda t: t.sum(0), added), 5)
+    algorithm.admit(method, server, Roster(2, 10), Roster(3, 20))
     log_h = torch.log_softmax(x[..., :3], -1)
     algorithm.predict(method, hyper, log_h, log_h)
     for state_before, state_after in zip(before, given_in, strict=True):
-        for a, b in zip(state_before, state_after, strict=True):
+        for a, b in zip(leaves(state_before), leaves(tuple(state_after)), strict=True):
             assert torch.equal(a, b)
-    assert all(torch.equal(a, b) for a, b in zip(upload_before, upload, strict=True))
-    assert isinstance(local, Local)
+    assert all(torch.equal(a, b) for a, b in zip(leaves(upload_before), leaves(upload), strict=True))
 
 
-def invariant_gap(state):
-    """|c - sum_i omega_i c_i| over the roster."""
+def broken(state):
+    """The largest gap in what the algorithm says always holds, over the roster."""
     setup = state.setup
     roster = setup.roster(max(state.round - 1, 0))
     sizes = setup.sizes.labelled[roster] + setup.sizes.unlabelled[roster]
-    weights = torch.from_numpy(sizes / sizes.sum())
-    return (state.server.c - weights @ state.devices.c[torch.from_numpy(roster)]).abs().max().item()
+    devices = map_tensors(lambda t: t[torch.from_numpy(roster)], state.devices)
+    declared = optional(setup.algorithm, "invariants")
+    gaps = declared(setup.method, state.server, devices, torch.from_numpy(sizes / sizes.sum()))
+    return max((gap.abs().max().item() for gap in gaps.values() if gap.numel()), default=0.0)
 
 
-WITH_CONTROL = [name for name in NAMES if all_algorithms()[name][1].control_variates]
+WITH_INVARIANTS = [name for name, (file, _) in all_algorithms().items() if optional(file, "invariants")]
 
 
-@pytest.mark.parametrize("name", WITH_CONTROL)
+@pytest.mark.parametrize("name", WITH_INVARIANTS)
 @settings(max_examples=15, deadline=None)
 @given(
     lost=st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=3, max_size=3),
@@ -219,7 +230,7 @@ WITH_CONTROL = [name for name in NAMES if all_algorithms()[name][1].control_vari
     joiners=st.integers(0, 2),
     executor=st.sampled_from(["sequential", "vectorised"]),
 )
-def test_c_is_the_weighted_mean_of_all_c_i(name, lost, steps, joiners, executor):
+def test_what_an_algorithm_declares_always_holds(name, lost, steps, joiners, executor):
     """Whatever uploads are lost, whoever does nothing, whoever joins late."""
     setup = make(name, executor, work=replace(WORK, active="auto", joiners=joiners, join_round=2))
     state = initial_state(setup)
@@ -240,7 +251,7 @@ def test_c_is_the_weighted_mean_of_all_c_i(name, lost, steps, joiners, executor)
             for i in setup.roster(r)
         ]
         state = next_state(state, plan)
-        assert invariant_gap(state) < 1e-12
+        assert broken(state) < 1e-12
 
 
 @pytest.mark.parametrize("executor", ["sequential", "vectorised"])

@@ -267,8 +267,8 @@ def test_an_order_larger_than_the_model_is_refused_before_it_is_read(tmp_path):
 def test_robust_aggregation_turns_control_variates_off_on_both_sides():
     text = JOB.replace("least = 2", 'least = 2\naggregation = "trimmed"')
     terms = server_terms(read_job(text, "job"))
-    assert not terms.method.parts.control_variates
-    assert server_terms(read_job(JOB, "job")).method.parts.control_variates
+    assert not terms.method.rules.parts.control_variates
+    assert server_terms(read_job(JOB, "job")).method.rules.parts.control_variates
     with pytest.raises(InputError, match="works with no such aggregation"):
         read_job(text.replace("eta = 0.1", "eta = 0.1\ncontrol_variates = true"), "job")
 

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from fedcpsl import problem
-from fedcpsl.algorithms import family
+from fedcpsl import averaging, problem
+from fedcpsl.algorithms import ditto, family, fedamp, feddyn
 
 INDEX = Path(__file__).parents[1] / "docs" / "equations.md"
 ROW = re.compile(r"\| .+ \| (?:\$(?P<typeset>[^$]+)\$<br>)?`(?P<formula>[^`]+)`<br>`(?P<function>fedcpsl\.[\w.]+)` \|")
-AROUND = ("| where in the paper | formula, as its function's docstring has it, function |", "|---|---|")
+HEAD = "| {} | formula, as its function's docstring has it, function |"
+AROUND = (HEAD.format("where in the paper"), HEAD.format("algorithm"), "|---|---|")
 LINES = [line for line in INDEX.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
 FOUND = [m for line in LINES if (m := ROW.fullmatch(line))]
-ROWS = [(m["formula"], m["function"]) for m in FOUND]
+ROWS = [(m["formula"].replace("\\|", "|"), m["function"]) for m in FOUND]
 TYPESET = [pytest.param(m["typeset"], m["formula"], id=m["function"]) for m in FOUND if m["typeset"]]
 
 
@@ -63,5 +64,6 @@ def test_a_typeset_formula_is_the_plain_one(typeset, formula):
 
 def test_every_formula_has_its_row():
     formulas = public_functions(problem)
-    formulas |= {name: f for name, f in public_functions(family).items() if " = " in first_line(f)}
+    for module in (family, averaging, feddyn, ditto, fedamp):
+        formulas |= {name: f for name, f in public_functions(module).items() if re.search(" (=|<-) ", first_line(f))}
     assert set(formulas) - {function for _, function in ROWS} == set()

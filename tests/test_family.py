@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from fedcpsl.algorithm import Broadcast, Device, Hyper, Method, Server, Sum, Upload
-from fedcpsl.algorithms import family
+from fedcpsl.algorithm import Method, Roster
+from fedcpsl.algorithms import family, traits_of
+from fedcpsl.algorithms.family import Broadcast, Device, Hyper, Rules, Server, Sum, Upload
 from fedcpsl.network import Network
 from fedcpsl.problem import Costs
 
@@ -22,7 +23,8 @@ def hyper(**values):
 
 def method(name="fedcpsl", eta_g="mean_steps", **parts):
     network = Network(small_model().double(), torch.zeros(2, 6, dtype=torch.float64), 3)
-    return Method(network, family.VARIANTS[name]._replace(**parts), Costs(), "closed_form", eta_g)
+    changed = family.VARIANTS[name]._replace(**parts)
+    return Method(network, traits_of(name), Rules(changed, Costs(), "closed_form", eta_g))
 
 
 def test_effective_steps():
@@ -89,9 +91,10 @@ def test_server_step_is_one_where_not_normalised():
 
 def test_admit_shrinks_c_by_the_share_of_old_samples():
     # 300 samples before, 400 after: c = 4 * 0.75
-    assert family.admit(method(), Server(number([1.0]), number([4.0])), 300, 400).c.item() == pytest.approx(3)
+    rosters = Roster(3, 300), Roster(4, 400)
+    assert family.admit(method(), Server(number([1.0]), number([4.0])), *rosters).c.item() == pytest.approx(3)
     fedavg = Server(number([1.0]), number([]))
-    assert family.admit(method("fedavg"), fedavg, 300, 400) is fedavg
+    assert family.admit(method("fedavg"), fedavg, *rosters) is fedavg
 
 
 def test_step_by_hand():
@@ -103,7 +106,7 @@ def test_step_by_hand():
     module = torch.nn.Linear(1, 2, bias=False).double()
     torch.nn.init.zeros_(module.weight)
     network = Network(module, torch.ones(2, 1, dtype=torch.float64), 2)
-    how = Method(network, family.VARIANTS["fedcpsl"], Costs(), "closed_form", "mean_steps")
+    how = method()._replace(network=network)
     numbers = hyper(beta=1.0, alpha_p=0.0, alpha_r=0.0)
     zeros = torch.zeros(2, dtype=torch.float64)
     local = family.begin(how, numbers, Broadcast(zeros, number([0.1, 0.0])), Device(zeros, zeros))

@@ -61,7 +61,7 @@ def assert_same(setup, last, devices, tolerance=1e-10):
             f"theta_lc of {name}": (own.theta_lc, kept.committed.theta_lc),
             f"c of {name}": (own.c, kept.committed.c),
         }
-        pairs |= {f"nu of {name}": (reference.nu(i), kept.nu)} if setup.method.parts.unlabelled else {}
+        pairs |= {f"nu of {name}": (reference.nu(i), kept.nu)} if setup.method.rules.parts.unlabelled else {}
         assert kept.active_rounds == reference.active_rounds[i]
     for what, (a, b) in pairs.items():
         assert a.shape == b.shape, what
@@ -78,7 +78,7 @@ def test_a_federation_gives_the_simulators_answer(name, loss_rate, tmp_path):
     assert [s.turn for s in states] == [Turn(r, 0) for r in (0, 0, 1, 2, 3, 4, 5, 5)]
     assert any(s.dropouts for s in states) == bool(loss_rate)
     assert_same(setup, states[-1], devices)
-    if setup.method.parts.control_variates:
+    if setup.method.rules.parts.control_variates:
         assert gap(states[-1], devices) < 1e-14
 
 
@@ -113,7 +113,7 @@ def test_joiners_give_the_simulators_answer(name, tmp_path):
         seen.append(state)
         assert gap(state, devices) < 1e-14
         assert len(state.roster) == (0 if len(seen) == 1 else 5 if state.round >= 2 else 3)
-        if state.round == 2 and setup.method.parts.personal:
+        if state.round == 2 and setup.method.rules.parts.personal:
             assert torch.equal(load_kept(devices["phone-4"].folder).committed.theta_lc, seen[-2].server.theta)
     first = dict(list(devices.items())[:3])
     assert_same(setup, state, first if name == "fedcpsl" else devices)

@@ -56,18 +56,11 @@ def test_states_survive_saving(fedprox, tmp_path):
     suite.test_states_survive_saving(fedprox, tmp_path)
 
 
-def test_parts_can_be_switched_on(fedprox):
-    """With a personal model, in personal rounds too, both executors agree."""
-    work = suite.replace(suite.WORK, personal_rounds=2)
-    ends = [suite.final(suite.make(fedprox, e, work=work, personal=True)) for e in ("sequential", "vectorised")]
-    suite.assert_equal(*ends)
-
-
 def test_its_commands_run(fedprox, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shell = [block for block in BLOCKS if block.page == "algorithm.md" and block.language == "bash"]
     given = [words for block in shell for words in commands(block)]
-    assert [words[0] for words in given] == ["fedcpsl", "fedcpsl"]
+    assert [words[0] for words in given] == ["fedcpsl", "fedcpsl", "fedcpsl"]
     for _, command, *arguments in given:
         assert fedprox in " ".join(arguments)
         assert run_command([command, *arguments, *LESS_WORK[command]]) == 0

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedcpsl.algorithm import Sum, Upload
+from fedcpsl.algorithms.family import Sum, Upload
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation import Message, digest, respond, serve, terms_of
 from fedcpsl.federation.device_store import load_kept, save_kept, scaled, settle
@@ -290,7 +290,7 @@ def test_a_clipped_update_counts_for_as_much_as_the_median(tmp_path):
         assert m.factor == pytest.approx(min(1.0, middle / rates[m.name]))
         assert float(kept.committed.c.norm()) == pytest.approx(m.factor * rates[m.name], rel=1e-9)
     assert any(m.factor < 1 for m in states[-1].roster)
-    assert terms.method.parts.control_variates
+    assert terms.method.rules.parts.control_variates
 
 
 @pytest.mark.parametrize("aggregation", ["trimmed", "median"])

@@ -22,14 +22,14 @@ from fedcpsl.theory import gap, objectives
 from .command import fedcpsl as fedcpsl_command
 from .command import spawn
 from .conftest import needs_fork, small_federation, small_model
-from .test_conformance import NAMES, WORK, all_algorithms
+from .test_conformance import NAMES, WORK, traits_of
 
 SIZES = ((3, 5), (1, 7), (4, 2), (0, 6), (5, 0))
 JOINING = replace(WORK, active=2, joiners=2, join_round=2)
 
 
 def make(name, store, *, federation=None, work=WORK, processes=1, executor="vectorised", device="cpu"):
-    if all_algorithms()[name][1].everyone:
+    if traits_of(name).everyone:
         work = replace(work, active="auto")
     return prepare(
         federation or small_federation(),

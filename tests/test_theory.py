@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from fedcpsl import Algorithm, InputError, Run, Work, prepare, simulate, theory
-from fedcpsl.algorithm import map_tensors
 from fedcpsl.data.federation import LABELLED, TEST, UNLABELLED, Federation
 from fedcpsl.schedule import DeviceRound, draw_active
 from fedcpsl.simulation import initial_state
 from fedcpsl.simulation.rounds import next_state
 from fedcpsl.theory import Constants
 from fedcpsl.theory.estimates import hessian_norm
+from fedcpsl.trees import map_tensors
 
 from .conftest import small_federation, small_model
 

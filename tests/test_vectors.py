@@ -8,11 +8,13 @@ import pytest
 from fedcpsl.errors import InputError
 from fedcpsl.vectors import executors, read_vector, replay
 
-VECTORS = sorted((Path(__file__).parent / "vectors").glob("*.npz"))
+FOLDER = Path(__file__).parent / "vectors"
+VECTORS = sorted(FOLDER.glob("*.npz"))
+RELATED = sorted((FOLDER / "related").glob("*.npz"))
 
 
 @pytest.mark.parametrize(("executor", "device"), executors())
-@pytest.mark.parametrize("path", VECTORS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", VECTORS + RELATED, ids=lambda path: path.stem)
 def test_vector(path, executor, device):
     differences = list(replay(read_vector(path), executor, device))
     assert len(differences) > 50
@@ -31,6 +33,30 @@ def test_an_output_that_is_not_understood_is_a_difference():
     vector = read_vector(VECTORS[0])
     vector["out/round1/momentum"] = np.zeros(3)
     assert any(d.quantity == "out/round1/momentum" and d.error > 1 for d in replay(vector, "sequential"))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("feddyn", "out/round2/Hbar/0.weight"),
+        ("feddyn", "out/round3/device1/H/1.bias"),
+        ("ditto", "out/round2/device1/personal/0.weight"),
+        ("fedamp", "out/round2/device0/cloud/0.weight"),
+        ("fedamp", "out/round1/theta/1.bias"),
+        ("fedamp", "out/round4/device2/prediction"),
+    ],
+)
+def test_every_state_of_every_algorithm_is_compared(name, key):
+    vector = read_vector(FOLDER / "related" / f"{name}.npz")
+    vector[key] = vector[key] + 1e-7
+    (wrong,) = [d for d in replay(vector, "vectorised") if d.error > 1]
+    assert wrong.largest == pytest.approx(1e-7, rel=1e-3)
+
+
+def test_a_lost_upload_matters():
+    vector = read_vector(FOLDER / "related" / "feddyn-plain-no-labels-lost.npz")
+    vector["in/schedule/round2/lost"] = np.empty(0, np.int64)
+    assert any(d.quantity == "H" and d.error > 1 for d in replay(vector, "sequential"))
 
 
 def test_a_changed_schedule_is_noticed():

@@ -5,173 +5,163 @@ device** (or, `apply` and `admit`, for the server). They are pure (but that a de
 working state): whoever calls them, a loop, many slots side by side or a real device behind a network, changes
 speed, never the answer. Every tensor may carry leading dimensions,
 one slot per device, so reduce over named trailing dimensions only; the conformance tests check that.
+
+**An algorithm owns its states.** Each is a NamedTuple of tensors that its file declares; everybody else treats it as
+a tree of tensors (`fedcpsl.trees`), and an empty tensor as something that this variant does not have:
+
+    Server      what the server keeps                  Broadcast   what it sends to a device
+    Device      what never leaves the device           Upload      device to server: what privacy pays for
+    Local       one device's working state in a round  Sum         what the counted uploads of a round add up to
+    Hyper       numbers that only scale, one of each per slot, shape [...]
+
+**And its settings**: a dataclass `Settings`, whose fields the command line, TOML files, sweeps and the manual know.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from fedcpsl.network import Leaves, Network
-from fedcpsl.problem import Costs, Samples
+from fedcpsl.network import Network
+from fedcpsl.problem import Samples
+from fedcpsl.schedule import Sizes
+from fedcpsl.trees import Tree
 
 
-class Parts(NamedTuple):
-    """What an algorithm is made of; an ablation is a change of one of these."""
+class Traits(NamedTuple):
+    """What everybody must know of an algorithm."""
 
-    unlabelled: bool  # pseudo-labels and the terms in alpha_p, alpha_r
-    personal: bool  # a localized model of the device's own
-    control_variates: bool
-    momentum: bool
-    normalised: bool  # aggregation of updates divided by the effective steps
+    unlabelled: bool  # learns from unlabelled samples too
+    personal: bool  # every device has a model of its own
     everyone: bool = False  # defined for full participation only
-    alone: bool = False  # no server: each device trains its localized model for itself
-
-    @property
-    def gradients_per_step(self) -> int:
-        """Minibatch gradients of a local step: of each model that is trained, on labelled and on unlabelled samples."""
-        return (2 if self.personal and not self.alone else 1) * (2 if self.unlabelled else 1)
-
-
-class Hyper(NamedTuple):
-    """Numbers that only scale: one of each per slot, shape [...]."""
-
-    eta: Tensor
-    eta_lc: Tensor
-    gamma: Tensor
-    beta: Tensor
-    alpha_p: Tensor
-    alpha_r: Tensor
-    eta_v: Tensor
+    alone: bool = False  # no server: each device trains for itself
+    models: int = 1  # that a local step trains
+    gradients_per_step: int = 1  # of minibatches, over all models
+    warm_up: int = 0  # active rounds of a device before it uses unlabelled samples
 
 
 class Method(NamedTuple):
-    """What is the same in every slot: the network, the cost functions, the parts and the rules."""
+    """What is the same in every slot and needs no samples: the network, the traits, and the algorithm's own rules."""
 
     network: Network
-    parts: Parts
-    costs: Costs
-    pseudo_labels: str  # "closed_form" or "gradient"
-    eta_g: str | float  # "mean_steps", "mean_effective_steps" or a number
-    labels_from: str = "global"  # whose predictions pseudo-labels are made of: "global" or "mixture"
-    personal_round: bool = False  # whether theta_lc is trained against a fixed theta and nothing is sent
+    traits: Traits
+    rules: Hashable  # whatever the algorithm's functions decide by: equal where runs may share a program
+    personal_round: bool = False  # whether a device trains its own model alone, the server's being fixed
 
     @property
-    def trains_localized_alone(self) -> bool:
-        return self.parts.alone or self.personal_round
-
-
-class Server(NamedTuple):
-    """What the server keeps."""
-
-    theta: Tensor  # [parameters]
-    c: Tensor  # [parameters], or empty without control variates
-
-
-class Broadcast(NamedTuple):
-    """Server to device: what the downlink pays for."""
-
-    theta: Tensor
-    c: Tensor
-
-
-class Device(NamedTuple):
-    """What never leaves the device (with its pseudo-labels, one row per unlabelled sample, kept beside it)."""
-
-    theta_lc: Tensor  # [..., parameters], or empty without a personal model
-    c: Tensor  # [..., parameters], or empty without control variates
-
-
-class Local(NamedTuple):
-    """One device's working state in a round, owned by it: `step` may reuse its memory.
-
-    Every leaf has a dimension for the models after the leading ones: 0 is theta_i, 1 is theta_lc. Where only one of
-    them is trained, that one is 0.
-    """
-
-    models: Leaves  # [..., 1 or 2, *shape] each
-    momenta: Leaves  # the same shapes; none where a step needs none
-    correction: Leaves  # [..., *shape] each: c - c_i; none without control variates
-    costs: Tensor  # [..., 1 or 2]: f_i and F_i summed over the steps so far
-
-
-class Upload(NamedTuple):
-    """Device to server: what privacy and the uplink pay for."""
-
-    delta: Tensor  # [..., parameters], or empty where nothing is sent
-    steps: Tensor  # [...]
-
-
-class Sum(NamedTuple):
-    """What the counted uploads of a round add up to, in device order."""
-
-    update: Tensor  # [parameters]
-    control: Tensor  # [parameters], or empty
-    weight: Tensor
-    steps: Tensor
-    effective_steps: Tensor
-    counted: Tensor
+    def sends_nothing(self) -> bool:
+        return self.traits.alone or self.personal_round
 
 
 class Algorithm(Protocol):
-    """The functions of an algorithm file; `VARIANTS` names the algorithms that it provides."""
+    """The functions of an algorithm file; `VARIANTS` names the algorithms that it provides, each with its rules.
+
+    Optional, found by being there: `relabel`, once a round over all unlabelled samples; `phases`, for personal rounds,
+    and `partner`, the model that stays fixed in them; `alike` and `merged`, for runs of several variants side by side;
+    `broadcast_each(method, server, devices)` in place of `broadcast`, stacked, [devices, ...], and
+    `receive(method, server, devices, uploads, omega)` in place of `contribution` and `apply`, where the server must see
+    who sent what; `newcomer`, the settings of a device that was not in training; `PREDICTS_WITH`, the numbers that
+    `predict` needs; `invariants`, which the conformance suite checks; `RECORDED`, what fields are called in recorded
+    runs.
+    """
 
     @property
-    def VARIANTS(self) -> Mapping[str, Parts]: ...  # noqa: N802
+    def VARIANTS(self) -> Mapping[str, Any]: ...  # noqa: N802
 
-    def init_server(self, method: Method) -> Server: ...
+    @property
+    def Settings(self) -> type[Any]: ...  # noqa: N802
 
-    def init_device(self, method: Method, broadcast: Broadcast) -> Device: ...
-
-    def broadcast(self, server: Server) -> Broadcast: ...
-
-    def relabel(
-        self,
-        method: Method,
-        hyper: Hyper,
-        broadcast: Broadcast,
-        device: Device,
-        x: Tensor,
-        nu: Tensor,
-        count: int,
-    ) -> Tensor:
-        """New pseudo-labels, sample by sample (the caller may pass some of the `count` rows at a time)."""
+    def resolve(self, variant: Any, settings: Any, costs: Any) -> tuple[Traits, Hashable]:
+        """What the settings make of a variant; InputError where they do not fit together."""
         ...
 
-    def begin(self, method: Method, hyper: Hyper, broadcast: Broadcast, device: Device) -> Local: ...
+    def decided(self, settings: Any, method: Method, eta: float) -> Any:
+        """The settings with every `auto` decided, as a run's folder keeps them."""
+        ...
 
-    def step(self, method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
+    @property
+    def Hyper(self) -> type[Any]: ...  # noqa: N802
+
+    def numbers(self, method: Method, settings: Any, sizes: Sizes, *, warming: bool) -> Mapping[str, Any]:
+        """The fields of `Hyper`, each a number or one per device; `warming`: while a device does not use
+        its unlabelled samples.
+        """
+        ...
+
+    def init_server(self, method: Method, devices: int) -> Tree: ...
+
+    def init_device(self, method: Method, broadcast: Tree) -> Tree: ...
+
+    def broadcast(self, server: Tree) -> Tree:
+        """What every active device is sent; `broadcast_each` in its place where that differs from device to device."""
+        ...
+
+    def begin(self, method: Method, hyper: Tree, broadcast: Tree, device: Tree) -> Tree: ...
+
+    def step(self, method: Method, hyper: Tree, local: Tree, samples: Samples) -> Tree:
         """One local step: the only hot code."""
         ...
 
+    def costs(self, local: Tree) -> Tensor:
+        """The costs of all steps so far, added up, [..., models]: of what is sent, then of what is kept."""
+        ...
+
     def finish(
-        self, method: Method, hyper: Hyper, broadcast: Broadcast, device: Device, local: Local, steps: Tensor
-    ) -> tuple[Device, Upload]:
-        """What the device keeps whatever becomes of its upload, and the upload."""
+        self, method: Method, hyper: Tree, broadcast: Tree, device: Tree, local: Tree, steps: Tensor
+    ) -> tuple[Tree, Tree]:
+        """The `Device` that is kept whatever becomes of the upload, and the `Upload`."""
         ...
 
-    def commit(self, method: Method, hyper: Hyper, broadcast: Broadcast, device: Device, upload: Upload) -> Device:
-        """What changes on the device only once the server counted the upload."""
+    def commit(self, method: Method, hyper: Tree, broadcast: Tree, device: Tree, upload: Tree) -> Tree:
+        """The `Device` once the server counted the upload."""
         ...
 
-    def contribution(self, method: Method, hyper: Hyper, upload: Upload, weight: Tensor) -> Sum:
-        """What one counted upload adds."""
+    def contribution(self, method: Method, hyper: Tree, upload: Tree, weight: Tensor) -> Tree:
+        """The `Sum` of one counted upload."""
         ...
 
-    def apply(self, method: Method, server: Server, total: Sum, devices: int) -> Server: ...
-
-    def admit(self, method: Method, server: Server, samples_before: int, samples_after: int) -> Server:
-        """The server after new devices joined the roster."""
+    def apply(self, method: Method, server: Tree, total: Tree, devices: int) -> Tree:
+        """The `Server` after a round, of so many devices in all."""
         ...
 
-    def predict(self, method: Method, hyper: Hyper, log_h: Tensor, log_h_lc: Tensor | None) -> Tensor:
-        """A device's own prediction from those of the global and its localized model, all as log-probabilities."""
+    def admit(self, method: Method, server: Tree, before: "Roster", after: "Roster") -> Tree:
+        """The `Server` after new devices joined."""
+        ...
+
+    def general_model(self, method: Method, server: Tree) -> Tensor | None:
+        """The model that answers for whoever has none of their own, [parameters]; None without a server."""
+        ...
+
+    def own_model(self, method: Method, device: Tree) -> Tensor | None:
+        """A device's own model, [..., parameters]; None where it has none."""
+        ...
+
+    def predict(self, method: Method, hyper: Tree, log_h: Tensor | None, log_h_own: Tensor | None, /) -> Tensor:
+        """A device's answer from those of the general and of its own model, all as log-probabilities: **the only
+        truth** about it, which evaluation, export, `adapt`, the classifier and real devices ask.
+        """
         ...
 
 
-def map_tensors(function: Any, state: Any, *others: Any) -> Any:
-    """Apply `function` tensor by tensor to states of one type."""
-    if isinstance(state, Tensor):
-        return function(state, *others)
-    mapped = [map_tensors(function, *fields) for fields in zip(state, *others, strict=True)]
-    return type(state)(*mapped) if hasattr(state, "_fields") else tuple(mapped)
+class Roster(NamedTuple):
+    """The devices that have joined: how many, and their samples."""
+
+    devices: int
+    samples: int
+
+
+def optional(algorithm: Algorithm, name: str) -> Any:
+    """A function that an algorithm may have, or None."""
+    return getattr(algorithm, name, None)
+
+
+def merged_method(algorithm: Algorithm, methods: Sequence[Method]) -> Method:
+    """One method that serves runs of several variants: the algorithm's own, or the one that all have."""
+    merge = optional(algorithm, "merged")
+    return merge(methods) if merge and len(set(methods)) > 1 else methods[0]
+
+
+def alike(algorithm: Algorithm, method: Method) -> Hashable:
+    """Equal for methods whose slots may go side by side."""
+    same = optional(algorithm, "alike")
+    return same(method) if same else method.rules

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.kinds import toml_value
-from fedcpsl.settings import AUTO, Algorithm, Data, Model, Run, Work
+from fedcpsl.settings import AUTO, FAMILY, Algorithm, Data, Model, Run, Work
 
 __all__ = ["AUTO", "FLAGS", "Algorithm", "Config", "Data", "Model", "Run", "Work"]
 
@@ -19,9 +19,25 @@ class Config:
 
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
-    algorithm: Algorithm = field(default_factory=Algorithm)
+    algorithm: Any = field(default_factory=Algorithm)  # or the settings that the file of another algorithm declares
     work: Work = field(default_factory=Work)
     run: Run = field(default_factory=Run)
+
+
+def algorithm_settings(name: str) -> type[Any]:
+    """The settings that an algorithm's file declares; those of FedCPSL's family are known without PyTorch."""
+    if name in FAMILY:
+        return Algorithm
+    from fedcpsl.algorithms import find_algorithm
+
+    return find_algorithm(name)[0].Settings
+
+
+def other_algorithm_settings() -> list[type[Any]]:
+    """The settings of all algorithms outside the family."""
+    from fedcpsl.algorithms import all_algorithms
+
+    return list(dict.fromkeys(file.Settings for file, _ in all_algorithms().values() if file.Settings is not Algorithm))
 
 
 def setting(section: str, key: str) -> Field[Any]:
@@ -29,10 +45,16 @@ def setting(section: str, key: str) -> Field[Any]:
     sections = {f.name: f.default_factory for f in fields(Config)}
     if section not in sections:
         raise InputError(f"[{section}]: no such section; {did_you_mean(section, sections)}")
-    known = {f.name: f for f in fields(sections[section])}  # type: ignore[arg-type]
+    known = {f.name: f for f in fields(_section_type(section))}
+    if key not in known and section == "algorithm":
+        known = {f.name: f for each in other_algorithm_settings() for f in fields(each)} | known
     if key not in known:
         raise InputError(f"{section}.{key}: no such setting; {did_you_mean(key, known)}")
     return known[key]
+
+
+def _section_type(section: str) -> type[Any]:
+    return type(getattr(Config(), section))
 
 
 def check(section: str, values: Any) -> None:
@@ -44,15 +66,31 @@ def check(section: str, values: Any) -> None:
 
 
 def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
-    """The config with `section.key` values put in, each checked."""
+    """The config with `section.key` values put in, each checked. The algorithm's name says which others it has."""
+    if "algorithm.name" in values:
+        config = replace(config, algorithm=_for_algorithm(config.algorithm, values["algorithm.name"]))
     for name, value in values.items():
         section, _, key = name.partition(".")
         setting(section, key)
-        part = replace(getattr(config, section), **{key: value})
-        config = replace(config, **{section: part})
-    for part in fields(config):
-        check(part.name, getattr(config, part.name))
+        part = getattr(config, section)
+        own = [f.name for f in fields(part)]
+        if key not in own:
+            raise InputError(f"{name}: {part.name} has no such setting; {did_you_mean(key, own)}")
+        config = replace(config, **{section: replace(part, **{key: value})})
+    for declared in fields(config):
+        check(declared.name, getattr(config, declared.name))
     return config
+
+
+def _for_algorithm(settings: Any, name: Any) -> Any:
+    """The settings of another algorithm, with what both have as it was."""
+    if not isinstance(name, str):
+        raise InputError(f"algorithm.name = {toml_value(name)}: give text in quotes")
+    kind = algorithm_settings(name)
+    if isinstance(settings, kind):
+        return settings
+    shared = {f.name for f in fields(kind)} & {f.name for f in fields(settings)} - {"name"}
+    return kind(name=name, **{key: getattr(settings, key) for key in shared})
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -111,7 +149,7 @@ def to_toml(config: Config) -> str:
 
 
 def _sections_with(key: str) -> str:
-    owners = [f"[{s.name}]" for s in fields(Config) if key in {f.name for f in fields(s.default_factory)}]  # type: ignore[arg-type]
+    owners = [f"[{s.name}]" for s in fields(Config) if key in {f.name for f in fields(_section_type(s.name))}]
     return " or ".join(owners) or "one of " + ", ".join(f"[{s.name}]" for s in fields(Config))
 
 

@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedcpsl.algorithm import Hyper, map_tensors
 from fedcpsl.simulation import State
 from fedcpsl.simulation.shelf import Held
 from fedcpsl.simulation.transfer import sent
+from fedcpsl.trees import Tree, map_tensors
 
 ROWS_AT_ONCE = 16384
 
@@ -24,7 +24,7 @@ class Predictions(NamedTuple):
     general: Tensor | None  # None where there is no server
     localized: Tensor | None
     made_by: NDArray[np.int64]  # the version of each device's localized model, to reuse what has not changed
-    hyper: Hyper | None = None  # of every sample, to reuse
+    hyper: Tree | None = None  # of every sample, to reuse
 
 
 class Accuracy(NamedTuple):
@@ -131,8 +131,8 @@ class Measured(NamedTuple):
 
 
 @torch.no_grad()
-def measure(state: State, made: Predictions, judged: Tensor) -> list[Tensor]:
-    """All but the last field of `Measured`; `judged` [devices] says whose pseudo-labels count."""
+def measure(state: State, made: Predictions, judged: Tensor, model: Tensor | None = None) -> list[Tensor]:
+    """All but the last field of `Measured`; `judged` [devices]: whose pseudo-labels count; `model` as in `predict`."""
     tests, validation = state.setup.shelf.test, state.setup.shelf.validation
     exact = torch.float32 if tests.x.device.type == "mps" else torch.float64
     nothing = torch.zeros(0, device=tests.y.device, dtype=exact)
@@ -149,9 +149,9 @@ def measure(state: State, made: Predictions, judged: Tensor) -> list[Tensor]:
         next(hits),
         nothing if made.general is None else next(hits),
         nothing if made.localized is None else next(hits),
-        right(validation, predict(state, validation).personal[None])[0] if len(validation.x) else nothing,
+        right(validation, predict(state, validation, model=model).personal[None])[0] if len(validation.x) else nothing,
         -each.gather(2, tests.y.expand(len(each), -1)[..., None]).mean((1, 2)).to(exact) if len(tests.x) else nothing,
-        _labels(state, judged, exact) if state.setup.method.parts.unlabelled else nothing,
+        _labels(state, judged, exact) if state.setup.method.traits.unlabelled else nothing,
     ]
 
 
@@ -176,16 +176,19 @@ def _evaluation(state: State, made: Predictions, measured: Measured) -> Evaluati
 
 
 @torch.no_grad()
-def predict(state: State, held: Held, earlier: Predictions | None = None) -> Predictions:
-    """What every device predicts for its own samples of a held-back set, and what the two models behind that do."""
+def predict(state: State, held: Held, earlier: Predictions | None = None, model: Tensor | None = None) -> Predictions:
+    """What every device predicts for its own samples of a held-back set, and what the two models behind that do.
+
+    `model` stands for the state's general model where it is given: a copy of it, in memory of the caller's.
+    """
     setup, method, x = state.setup, state.setup.method_after(state.round), held.x
-    network = method.network
-    general = None
-    if not method.parts.alone:
-        pieces = [network.log_probabilities(state.server.theta, some) for some in x.split(ROWS_AT_ONCE)]
+    network, algorithm, general = method.network, state.setup.algorithm, None
+    theta = algorithm.general_model(method, state.server) if model is None else model
+    if theta is not None:
+        pieces = [network.log_probabilities(theta, some) for some in x.split(ROWS_AT_ONCE)]
         general = torch.cat(pieces) if len(x) else x.new_zeros(0, network.classes)
     versions = versions_of(state)
-    if not method.parts.personal:
+    if not method.traits.personal:
         assert general is not None
         return Predictions(general, general, None, versions)
     if earlier is None or earlier.localized is None:
@@ -194,13 +197,20 @@ def predict(state: State, held: Held, earlier: Predictions | None = None) -> Pre
         localized, changed = earlier.localized.clone(), earlier.made_by != versions
     for i in np.flatnonzero(changed & (np.diff(held.start) > 0)).tolist():
         rows = held.rows(i)
-        localized[rows] = network.log_probabilities(state.device(i).theta_lc, x[rows])
-    of_theta = localized if general is None else general
+        localized[rows] = network.log_probabilities(own_model(state, i), x[rows])
     hyper = earlier.hyper if earlier else None
     if hyper is None:
         hyper = map_tensors(lambda t: t[held.device], setup.hyper)  # every sample a slot of its own
-    personal = setup.algorithm.predict(method, hyper, of_theta[:, None], localized[:, None])[:, 0]
+    each = None if general is None else general[:, None]
+    personal = algorithm.predict(method, hyper, each, localized[:, None])[:, 0]
     return Predictions(personal, general, localized, versions, hyper)
+
+
+def own_model(state: State, device: int) -> Tensor:
+    """The model of a device's own, where the algorithm has such models."""
+    found = state.setup.algorithm.own_model(state.setup.method_after(state.round), state.device(device))
+    assert found is not None
+    return found
 
 
 def versions_of(state: State) -> NDArray[np.int64]:
@@ -213,7 +223,7 @@ def has_labelled(state: State) -> NDArray[np.bool_]:
     """Which devices have made pseudo-labels."""
     if state.setup.two_phase and state.round > state.setup.rounds:
         return np.ones(state.setup.devices, bool)
-    return state.active_rounds > state.setup.warm_up
+    return state.active_rounds > state.setup.method.traits.warm_up
 
 
 def _labels(state: State, judged: Tensor, exact: torch.dtype) -> Tensor:
@@ -230,7 +240,7 @@ def _labels(state: State, judged: Tensor, exact: torch.dtype) -> Tensor:
 
 def _losses(state: State, made: Predictions, measured: Measured) -> dict[str, float | None]:
     costs, of_tests = measured.costs.tolist(), iter(measured.losses.tolist())
-    alone = state.setup.method_after(state.round).trains_localized_alone
+    alone = state.setup.method_after(state.round).sends_nothing
     there = {"personal": made.personal, "global": made.general, "localized": made.localized}
     return {
         "train": None if alone or not costs else costs[0],

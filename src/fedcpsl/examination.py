@@ -7,19 +7,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedcpsl.algorithm import Method, map_tensors
+from fedcpsl.algorithm import Method
 from fedcpsl.evaluation import (
     Pending,
     Predictions,
     has_labelled,
     measure,
     measure_together,
+    own_model,
     pending,
     predict,
     versions_of,
 )
 from fedcpsl.simulation import State
 from fedcpsl.simulation.transfer import sent
+from fedcpsl.trees import map_tensors
 
 ROWS_AT_ONCE = 32768  # of models side by side; not by what memory is free, for the same run must be cut the same way
 
@@ -31,7 +33,7 @@ class Captured(NamedTuple):
 
     methods: list[Method]  # that the runs predicted with
     graph: Any
-    theta: list[Tensor]
+    models: list[Tensor | None]  # the general ones, copied
     judged: list[Tensor]
     measured: list[list[Tensor]]
     predictions: list[Predictions]
@@ -81,7 +83,7 @@ def _with_new_localized(states: Sequence[State], earlier: Sequence[Predictions])
             x = tests[same].x.new_zeros(len(some), most, *tests[same].x.shape[1:])
             for place, (run, _), own in zip(x, some, rows, strict=True):
                 place[: own.stop - own.start] = tests[run].x[own]
-            log_h = network.log_probabilities(torch.stack([states[r].device(i).theta_lc for r, i in some]), x)
+            log_h = network.log_probabilities(torch.stack([own_model(states[r], i) for r, i in some]), x)
             for each, (run, _), own in zip(log_h, some, rows, strict=True):
                 localized = earlier[run].localized
                 assert localized is not None
@@ -91,15 +93,14 @@ def _with_new_localized(states: Sequence[State], earlier: Sequence[Predictions])
 
 def _capture(states: Sequence[State], earlier: Sequence[Predictions], methods: list[Method]) -> Captured:
     """The part of an evaluation that does the same every time, as a graph."""
-    theta = [state.server.theta.clone() for state in states]
+    models = [None if model is None else model.clone() for model in _general_models(states)]
     judged = [sent(has_labelled(state), state.targets.device) for state in states]
-    frozen = [s._replace(server=s.server._replace(theta=t)) for s, t in zip(states, theta, strict=True)]
 
     def measure_all() -> tuple[list[Predictions], list[list[Tensor]]]:
         # new objects, so that whatever depends on them is computed inside the graph and not remembered from before
         given = [e._replace(hyper=map_tensors(torch.clone, e.hyper) if e.hyper else None) for e in earlier]
-        made = [predict(s, s.setup.shelf.test, e) for s, e in zip(frozen, given, strict=True)]
-        return made, [measure(*each) for each in zip(frozen, made, judged, strict=True)]
+        made = [predict(s, s.setup.shelf.test, e, m) for s, e, m in zip(states, given, models, strict=True)]
+        return made, [measure(*each) for each in zip(states, made, judged, models, strict=True)]
 
     beside = torch.cuda.Stream()
     beside.wait_stream(torch.cuda.current_stream())
@@ -109,11 +110,18 @@ def _capture(states: Sequence[State], earlier: Sequence[Predictions], methods: l
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         predictions, measured = measure_all()
-    return Captured(methods, graph, theta, judged, measured, predictions)
+    return Captured(methods, graph, models, judged, measured, predictions)
+
+
+def _general_models(states: Sequence[State]) -> list[Tensor | None]:
+    return [s.setup.algorithm.general_model(s.setup.method_after(s.round), s.server) for s in states]
 
 
 def _replay(captured: Captured, states: Sequence[State]) -> Pending:
-    torch._foreach_copy_(captured.theta, [state.server.theta for state in states])
+    both = zip(captured.models, _general_models(states), strict=True)
+    there = [(copy, model) for copy, model in both if copy is not None and model is not None]
+    if there:
+        torch._foreach_copy_([copy for copy, _ in there], [model for _, model in there])
     where = states[0].targets.device
     flags = sent(np.concatenate([has_labelled(state) for state in states]), where)
     torch._foreach_copy_(captured.judged, list(flags.split([state.setup.devices for state in states])))

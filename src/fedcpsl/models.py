@@ -14,9 +14,9 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from fedcpsl.config import AUTO
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.kinds import toml_value
+from fedcpsl.settings import AUTO
 
 NAMES = ("mlp", "cnn", "resnet8", "cnn1d", "logistic")
 _OF_THE_PAPER = {"mnist": "mlp", "fashion-mnist": "mlp", "cifar10": "cnn"}

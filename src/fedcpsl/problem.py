@@ -167,14 +167,14 @@ def gradient_labels(
     eta_v: Tensor,
     alpha_p: Tensor,
     alpha_r: Tensor,
-    unlabelled_count: int,
+    unlabelled_count: Tensor | int,
     costs: Costs,
 ) -> Tensor:
     """nu = P(nu - eta_v grad_nu f_i(theta, nu)): one gradient step, then onto the simplex."""
     with torch.enable_grad():
         nu = nu.detach().requires_grad_()
         per_sample = alpha_p[..., None] * costs.loss(log_h, nu) + alpha_r[..., None] * costs.regulariser(log_h, nu)
-        (gradient,) = torch.autograd.grad(per_sample.sum() / unlabelled_count, nu)
+        (gradient,) = torch.autograd.grad((per_sample.sum(-1) / unlabelled_count).sum(), nu)
     return project_to_simplex(nu.detach() - eta_v[..., None, None] * gradient)
 
 

@@ -18,6 +18,7 @@ from fedcpsl.kinds import (
 
 Numbers = float | list[float]
 AUTO = "auto"
+FAMILY = ("fedcpsl", "fedshvr", "fedshvrp", "apfl", "apfsl", "fedavg", "scaffold", "local", "local-pseudo")
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The method, its numbers, and switches that take single parts out or put them in."""
+    """FedCPSL and its family: the numbers, and switches that take single parts out or put them in."""
 
     name: str = text(
         "fedcpsl", "fedcpsl, apfsl, apfl, fedshvrp, fedshvr, scaffold, fedavg, or local and local-pseudo: no server"

@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedcpsl import config
+from fedcpsl.algorithm import optional
 from fedcpsl.data.archive import read_archive
 from fedcpsl.data.federation import Federation
 from fedcpsl.data.roles import LABELLED, TEST, UNLABELLED
@@ -21,7 +23,7 @@ from fedcpsl.evaluation import predict
 from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation import Setup, State, initial_state, prepare
 from fedcpsl.simulation.rounds import next_state
-from fedcpsl.theory import objectives
+from fedcpsl.theory import applies, objectives
 
 RELATIVE, ABSOLUTE = 1e-9, 1e-11
 Vector = dict[str, Any]
@@ -91,11 +93,7 @@ def _setup(vector: Vector, executor: str, device: str) -> Setup:
     return prepare(
         _federation(vector),
         model,
-        config.Algorithm(
-            name=meta["algorithm"],
-            beta=[float(b) for b in meta["beta"]],
-            **{k: meta[k] for k in ("gamma", "eta", "eta_lc", "eta_g", "alpha_p", "alpha_r", "pseudo_labels", "eta_v")},
-        ),
+        _settings(meta),
         config.Work(
             rounds=meta["rounds"],
             active=meta["active"],
@@ -106,10 +104,17 @@ def _setup(vector: Vector, executor: str, device: str) -> Setup:
     )
 
 
+def _settings(meta: Mapping[str, Any]) -> Any:
+    """The algorithm's settings under their own names."""
+    kind = config.algorithm_settings(meta["algorithm"])
+    given = {f.name: meta[f.name] for f in fields(kind) if f.name in meta}
+    return kind(**given | {"name": meta["algorithm"]})
+
+
 def _federation(vector: Vector) -> Federation:
     devices = vector["meta"]["devices"]
     pieces = [
-        (i, role, vector[f"in/device{i}/{name}"])
+        (i, role, vector[f"in/device{i}/{name}"] if name != "x_t" else _tests(vector, i))
         for i in range(devices)
         for role, name in ((LABELLED, "x_l"), (UNLABELLED, "x_u"), (TEST, "x_t"))
     ]
@@ -126,11 +131,26 @@ def _federation(vector: Vector) -> Federation:
     )
 
 
+def _tests(vector: Vector, device: int) -> NDArray[Any]:
+    """What a device's predictions are recorded for: inputs of its own, or the same for all."""
+    own = f"in/device{device}/x_t"
+    found: NDArray[Any] = vector[own if own in vector else "in/test/x"]
+    return found
+
+
 def _plan(vector: Vector, r: int) -> list[DeviceRound]:
     at = f"in/schedule/round{r}"
+    active, steps = vector[f"{at}/active"].tolist(), vector[f"{at}/steps"].tolist()
+    lost = set(vector.get(f"{at}/lost", np.empty(0, np.int64)).tolist())
     return [
-        DeviceRound(int(i), int(steps), vector[f"{at}/device{i}/batch_l"], vector[f"{at}/device{i}/batch_u"])
-        for i, steps in sorted(zip(vector[f"{at}/active"].tolist(), vector[f"{at}/steps"].tolist(), strict=True))
+        DeviceRound(
+            int(i),
+            int(count),
+            vector[f"{at}/device{i}/batch_l"],
+            vector[f"{at}/device{i}/batch_u"],
+            lost=i in lost,
+        )
+        for i, count in sorted(zip(active, steps, strict=True))
     ]
 
 
@@ -142,25 +162,38 @@ def _compare(vector: Vector, state: State) -> Iterator[Difference]:
 
 def _recorded(state: State) -> list[tuple[str, int | None, str, NDArray[Any]]]:
     """What a vector may hold of a state: quantity, device, key and our value."""
-    at, network = f"out/round{state.round}", state.setup.method.network
+    at, setup = f"out/round{state.round}", state.setup
+    called = {ours: theirs for theirs, ours in (optional(setup.algorithm, "RECORDED") or {}).items()}
     found: list[tuple[str, int | None, str, NDArray[Any]]] = []
-    trees: list[tuple[str, int | None, str, Tensor]] = [
-        ("theta", None, f"{at}/theta", state.server.theta),
-        ("c", None, f"{at}/c", state.server.c),
-    ]
-    for i in range(state.setup.devices):
-        kept = state.device(i)
-        trees += [
-            ("theta_lc", i, f"{at}/device{i}/theta_lc", kept.theta_lc),
-            ("c_i", i, f"{at}/device{i}/c", kept.c),
-        ]
+    predictions = predict(state, setup.shelf.test).personal.exp().cpu().numpy()
+
+    def add(tree: Any, side: str, device: int | None, key: str) -> None:
+        for field, value in tree._asdict().items():
+            name = called.get(f"{side}.{field}", field)
+            for rest, array in _by_name(setup, value).items():
+                found.append((name, device, f"{key}/{name}{rest}", array))
+
+    add(state.server, "server", None, at)
+    general = setup.algorithm.general_model(setup.method, state.server)
+    if "theta" not in state.server._fields and general is not None:
+        found += [("theta", None, f"{at}/theta{rest}", array) for rest, array in _by_name(setup, general).items()]
+    for i in range(setup.devices):
+        add(state.device(i), "device", i, f"{at}/device{i}")
+        if any(name.startswith("broadcast.") for name in called):
+            add(setup.sent_to(state.server, i), "broadcast", i, f"{at}/device{i}")
         found.append(("nu", i, f"{at}/device{i}/nu", state.nu(i).cpu().numpy()))
-    for quantity, device, key, flat in trees:
-        named = network.named(flat if flat.numel() else torch.zeros_like(network.initial))
-        found += [(quantity, device, f"{key}/{name}", t.cpu().numpy()) for name, t in named.items()]
-    computed = objectives(state)._asdict()
-    found += [(name, None, f"{at}/{name}", np.asarray(value)) for name, value in computed.items()]
-    return found
+        found.append(("prediction", i, f"{at}/device{i}/prediction", predictions[setup.shelf.test.rows(i)]))
+    computed = objectives(state)._asdict() if applies(setup.method) else {}
+    return found + [(name, None, f"{at}/{name}", np.asarray(value)) for name, value in computed.items()]
+
+
+def _by_name(setup: Setup, value: Tensor) -> dict[str, NDArray[Any]]:
+    """A model's tensors by their names; what is no model as it is. An empty one is a model of zeros."""
+    network = setup.method.network
+    if value.dim() == 1 and value.numel() in (0, network.initial.numel()):
+        named = network.named(value if value.numel() else torch.zeros_like(network.initial))
+        return {f"/{name}": t.cpu().numpy() for name, t in named.items()}
+    return {"": value.cpu().numpy()}
 
 
 def _not_compared(vector: Vector, state: State) -> Iterator[Difference]:
@@ -176,8 +209,9 @@ def _compare_predictions(vector: Vector, state: State) -> Iterator[Difference]:
     predictions = predict(state, state.setup.shelf.test)
     for i in range(state.setup.devices):
         log_h = predictions.personal[state.setup.shelf.test.rows(i)]
-        expected = vector[f"out/final/device{i}/probabilities"]
-        yield _difference("probabilities", state.round, i, log_h.exp().cpu().numpy(), expected)
+        expected = vector.get(f"out/final/device{i}/probabilities")
+        if expected is not None:
+            yield _difference("probabilities", state.round, i, log_h.exp().cpu().numpy(), expected)
 
 
 def _difference(

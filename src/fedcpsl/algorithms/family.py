@@ -1,14 +1,19 @@
 """FedCPSL (Algorithm 1 of the paper) and its family: every baseline is FedCPSL with parts taken out."""
 
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedcpsl.algorithm import Broadcast, Device, Hyper, Local, Method, Parts, Server, Sum, Upload
+from fedcpsl.algorithm import Method, Roster, Traits
 from fedcpsl.each import scale_and_add, subtract_scaled
+from fedcpsl.errors import InputError
 from fedcpsl.network import Leaves
 from fedcpsl.problem import (
+    Costs,
     Samples,
     Weights,
     closed_form_labels,
@@ -20,7 +25,100 @@ from fedcpsl.problem import (
     mixture_share,
     row_weights,
 )
+from fedcpsl.schedule import Sizes
+from fedcpsl.settings import AUTO
+from fedcpsl.settings import Algorithm as Settings
 from fedcpsl.views import remembered
+
+PREDICTS_WITH = ("beta",)
+SWITCHES = ("unlabelled", "personal", "control_variates", "momentum", "normalised")
+
+
+class Parts(NamedTuple):
+    """What an algorithm of the family is made of; an ablation is a change of one of these."""
+
+    unlabelled: bool  # pseudo-labels and the terms in alpha_p, alpha_r
+    personal: bool  # a localized model of the device's own
+    control_variates: bool
+    momentum: bool
+    normalised: bool  # aggregation of updates divided by the effective steps
+    everyone: bool = False  # defined for full participation only
+    alone: bool = False  # no server: each device trains its localized model for itself
+
+
+class Rules(NamedTuple):
+    """What a run's functions decide by."""
+
+    parts: Parts
+    costs: Costs
+    pseudo_labels: str  # "closed_form" or "gradient"
+    eta_g: str | float  # "mean_steps", "mean_effective_steps" or a number
+    labels_from: str = "global"  # whose predictions pseudo-labels are made of: "global" or "mixture"
+
+
+class Hyper(NamedTuple):
+    """Numbers that only scale: one of each per slot, shape [...]."""
+
+    eta: Tensor
+    eta_lc: Tensor
+    gamma: Tensor
+    beta: Tensor
+    alpha_p: Tensor
+    alpha_r: Tensor
+    eta_v: Tensor
+
+
+class Server(NamedTuple):
+    """What the server keeps."""
+
+    theta: Tensor  # [parameters]
+    c: Tensor  # [parameters], or empty without control variates
+
+
+class Broadcast(NamedTuple):
+    """Server to device: what the downlink pays for."""
+
+    theta: Tensor
+    c: Tensor
+
+
+class Device(NamedTuple):
+    """What never leaves the device (with its pseudo-labels, one row per unlabelled sample, kept beside it)."""
+
+    theta_lc: Tensor  # [..., parameters], or empty without a personal model
+    c: Tensor  # [..., parameters], or empty without control variates
+
+
+class Local(NamedTuple):
+    """One device's working state in a round, owned by it: `step` may reuse its memory.
+
+    Every leaf has a dimension for the models after the leading ones: 0 is theta_i, 1 is theta_lc. Where only one of
+    them is trained, that one is 0.
+    """
+
+    models: Leaves  # [..., 1 or 2, *shape] each
+    momenta: Leaves  # the same shapes; none where a step needs none
+    correction: Leaves  # [..., *shape] each: c - c_i; none without control variates
+    costs: Tensor  # [..., 1 or 2]: f_i and F_i summed over the steps so far
+
+
+class Upload(NamedTuple):
+    """Device to server: what privacy and the uplink pay for."""
+
+    delta: Tensor  # [..., parameters], or empty where nothing is sent
+    steps: Tensor  # [...]
+
+
+class Sum(NamedTuple):
+    """What the counted uploads of a round add up to, in device order."""
+
+    update: Tensor  # [parameters]
+    control: Tensor  # [parameters], or empty
+    weight: Tensor
+    steps: Tensor
+    effective_steps: Tensor
+    counted: Tensor
+
 
 VARIANTS = {
     #                unlabelled, personal, control variates, momentum, normalised, everyone
@@ -36,13 +134,120 @@ VARIANTS = {
 }
 
 
+# What the settings make of it.
+
+
+def resolve(variant: Parts, settings: Settings, costs: Costs) -> tuple[Traits, Rules]:
+    """The variant's own parts, less or plus what the settings switch."""
+    switched = {name: getattr(settings, name) for name in SWITCHES}
+    parts = variant._replace(**{name: value for name, value in switched.items() if value != AUTO})
+    if parts.alone and (not parts.personal or parts.control_variates or parts.normalised):
+        raise InputError(f"algorithm.name = {settings.name!r}: has a personal model and no server; leave its parts")
+    if settings.pseudo_labels == "closed_form" and parts.unlabelled and not costs.closed_form:
+        raise InputError(
+            'algorithm.pseudo_labels = "closed_form": belongs to the default loss and regulariser; give "gradient"'
+        )
+    rules = Rules(parts, costs, settings.pseudo_labels, settings.eta_g, settings.labels_from)
+    return _traits(parts, settings.warm_up), rules
+
+
+def _traits(parts: Parts, warm_up: int) -> Traits:
+    models = 2 if parts.personal and not parts.alone else 1
+    gradients = models * (2 if parts.unlabelled else 1)
+    return Traits(parts.unlabelled, parts.personal, parts.everyone, parts.alone, models, gradients, warm_up)
+
+
+def phases(method: Method, settings: Settings, *, two_phase: bool) -> tuple[Method, Method]:
+    """The method of the rounds with the server, and that of the personal rounds after them.
+
+    In two phases no personal model is trained before the personal rounds.
+    """
+    rules, parts = _rules(method), _parts(method)
+    if parts.alone:
+        raise InputError(f"work.personal_rounds: {settings.name} has no server: all its rounds are personal; give 0")
+    if not (parts.personal or two_phase):
+        raise InputError(
+            f"work.personal_rounds: {settings.name} has no personal model to train; give work.two_phase = true, or "
+            "algorithm.personal = true"
+        )
+    if two_phase and settings.labels_from == "mixture":
+        raise InputError('algorithm.labels_from = "mixture": two phases label with the global model; give "global"')
+    kept = parts._replace(personal=True)
+    before = kept._replace(personal=not two_phase)
+
+    def with_parts(parts: Parts, *, personal: bool) -> Method:
+        return Method(method.network, _traits(parts, settings.warm_up), rules._replace(parts=parts), personal)
+
+    return with_parts(before, personal=False), with_parts(kept, personal=True)
+
+
+def decided(settings: Settings, method: Method, eta: float) -> Settings:
+    """The settings with every `auto` decided."""
+    parts = {name: getattr(_parts(method), name) for name in SWITCHES}
+    return replace(settings, eta=eta, eta_lc=choose_eta_lc(settings, eta), **parts)
+
+
+def choose_eta_lc(settings: Settings, eta: float) -> float:
+    """2 eta for FedCPSL and for devices on their own, eta for the others."""
+    if settings.eta_lc != AUTO:
+        return float(settings.eta_lc)
+    return 2 * eta if settings.name in ("fedcpsl", "local", "local-pseudo") else eta
+
+
+def numbers(method: Method, settings: Settings, sizes: Sizes, *, warming: bool) -> dict[str, float | list[float]]:
+    """One of each, or one per device; a device that warms up has no unlabelled terms."""
+    parts, eta, devices = _parts(method), float(settings.eta), len(sizes.labelled)
+    beta = settings.beta if isinstance(settings.beta, list) else [settings.beta] * devices
+    if len(beta) != devices:
+        raise InputError(f"algorithm.beta has {len(beta)} values for {devices} devices; give one each, or one number")
+    uses = parts.unlabelled and not warming
+    return {
+        "eta": eta,
+        "eta_lc": choose_eta_lc(settings, eta),
+        "gamma": settings.gamma if parts.momentum else 0.0,
+        "beta": 1.0 if parts.alone else beta,
+        "alpha_p": settings.alpha_p if uses else 0.0,
+        "alpha_r": settings.alpha_r if uses else 0.0,
+        "eta_v": settings.eta_v,
+    }
+
+
+def newcomer(settings: Settings) -> Settings:
+    """Of a device that was not in training: it has a personal model, and the mean beta where devices have their own."""
+    beta = settings.beta if isinstance(settings.beta, list) else [settings.beta]
+    return replace(settings, personal=True, beta=sum(beta) / len(beta))
+
+
+def alike(method: Method) -> Hashable:
+    """Of runs whose devices can go side by side: control variates and momentum may differ, zero is none of them."""
+    rules = _rules(method)
+    free = rules.parts._replace(control_variates=False, momentum=False, normalised=False, everyone=False)
+    return rules._replace(parts=free._replace(unlabelled=False), eta_g=0.0)
+
+
+def merged(methods: Sequence[Method]) -> Method:
+    """A method with control variates and momentum if any has them: those of the others are zero."""
+    rules = [_rules(method) for method in methods]
+    some = {name: any(getattr(r.parts, name) for r in rules) for name in ("control_variates", "momentum")}
+    return methods[0]._replace(rules=rules[0]._replace(parts=rules[0].parts._replace(**some)))
+
+
+def _rules(method: Method) -> Rules:
+    assert isinstance(method.rules, Rules)
+    return method.rules
+
+
+def _parts(method: Method) -> Parts:
+    return _rules(method).parts
+
+
 # What each side starts with.
 
 
-def init_server(method: Method) -> Server:
+def init_server(method: Method, _devices: int) -> Server:
     """theta^0 as the network was made, c^0 = 0."""
     theta = method.network.initial.clone()
-    return Server(theta, torch.zeros_like(theta) if method.parts.control_variates else theta.new_zeros(0))
+    return Server(theta, torch.zeros_like(theta) if _parts(method).control_variates else theta.new_zeros(0))
 
 
 def broadcast(server: Server) -> Broadcast:
@@ -54,50 +259,50 @@ def init_device(method: Method, broadcast: Broadcast) -> Device:
     """theta_lc = the theta first received, c_i = 0."""
     theta, nothing = broadcast.theta, broadcast.theta.new_zeros(0)
     return Device(
-        theta.clone() if method.parts.personal else nothing,
-        torch.zeros_like(theta) if method.parts.control_variates else nothing,
+        theta.clone() if _parts(method).personal else nothing,
+        torch.zeros_like(theta) if _parts(method).control_variates else nothing,
     )
 
 
-def admit(method: Method, server: Server, samples_before: int, samples_after: int) -> Server:
+def admit(method: Method, server: Server, before: Roster, after: Roster) -> Server:
     """c = c S_old / S_new: joiners have c_i = 0, so c stays the weighted mean of all c_i."""
-    if not method.parts.control_variates:
+    if not _parts(method).control_variates:
         return server
-    return server._replace(c=server.c * (samples_before / samples_after))
+    return server._replace(c=server.c * (before.samples / after.samples))
 
 
 # A device's round.
 
 
 def relabel(
-    method: Method, hyper: Hyper, broadcast: Broadcast, device: Device, x: Tensor, nu: Tensor, count: int
+    method: Method, hyper: Hyper, broadcast: Broadcast, device: Device, x: Tensor, nu: Tensor, count: Tensor
 ) -> Tensor:
     """nu^{r+1} = arg min over the simplex of f_i(theta^r, nu), or one gradient step towards it.
 
     A device without a server labels with its own model; `labels_from` may ask for the device's mixture.
     """
     predict = method.network.log_probabilities
-    if method.parts.alone:
+    if _parts(method).alone:
         log_h = predict(device.theta_lc, x)
     else:
         log_h = predict(_in_slots(broadcast.theta, hyper), x)
-        if method.labels_from == "mixture" and method.parts.personal:
+        if _rules(method).labels_from == "mixture" and _parts(method).personal:
             log_h = mixture(predict(device.theta_lc, x), log_h, hyper.beta)
-    if method.pseudo_labels == "closed_form":
+    if _rules(method).pseudo_labels == "closed_form":
         return closed_form_labels(log_h, hyper.alpha_p, hyper.alpha_r)
-    return gradient_labels(nu, log_h, hyper.eta_v, hyper.alpha_p, hyper.alpha_r, count, method.costs)
+    return gradient_labels(nu, log_h, hyper.eta_v, hyper.alpha_p, hyper.alpha_r, count, _rules(method).costs)
 
 
 def begin(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device) -> Local:
     """theta_i^{r,0} = theta^r, theta_lc^{r,0} as the device kept it, both momenta zero."""
     split, lead = method.network.split, hyper.eta.dim()
-    trained = [] if method.trains_localized_alone else [_in_slots(broadcast.theta, hyper)]
-    trained += [device.theta_lc] if method.parts.personal else []
+    trained = [] if method.sends_nothing else [_in_slots(broadcast.theta, hyper)]
+    trained += [device.theta_lc] if _parts(method).personal else []
     models = tuple(torch.stack(leaves, lead) for leaves in zip(*map(split, trained), strict=True))
-    corrected = method.parts.control_variates and not method.trains_localized_alone
+    corrected = _parts(method).control_variates and not method.sends_nothing
     return Local(
         models,
-        momenta=tuple(map(torch.zeros_like, models)) if method.parts.momentum or corrected else (),
+        momenta=tuple(map(torch.zeros_like, models)) if _parts(method).momentum or corrected else (),
         correction=split(broadcast.c - device.c) if corrected else (),
         costs=models[0].new_zeros(models[0].shape[: lead + 1]),
     )
@@ -109,8 +314,8 @@ def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     keys = None if samples.keys is None else samples.keys.unsqueeze(lead)
     given, x = (method, hyper, models, samples), samples.x.unsqueeze(lead)
     cost, at_once = partial(step_costs, *given), partial(step_slope_at_once, method, hyper, samples)
-    slopes = (partial(step_slope, *given), at_once) if method.costs.closed_form else ()
-    if method.parts.momentum or local.correction:
+    slopes = (partial(step_slope, *given), at_once) if _rules(method).costs.closed_form else ()
+    if _parts(method).momentum or local.correction:
         kept = local.momenta or tuple(map(torch.zeros_like, models))  # none where a correction is not c - c_i
         momenta = momentum(hyper.gamma, kept, local.correction)
         costs = network.add_gradient(momenta, models, x, keys, cost, *slopes)
@@ -126,8 +331,8 @@ def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
 @remembered
 def _etas(method: Method, hyper: Hyper) -> Tensor:
     """The step size of each model that is trained."""
-    trained = [] if method.trains_localized_alone else [hyper.eta]
-    return torch.stack([*trained, hyper.eta_lc] if method.parts.personal else trained, -1)
+    trained = [] if method.sends_nothing else [hyper.eta]
+    return torch.stack([*trained, hyper.eta_lc] if _parts(method).personal else trained, -1)
 
 
 def step_costs(method: Method, hyper: Hyper, models: Leaves, samples: Samples, log_h: Tensor) -> Tensor:
@@ -139,11 +344,11 @@ def step_costs(method: Method, hyper: Hyper, models: Leaves, samples: Samples, l
         unlabelled=samples.unlabelled.unsqueeze(lead),
     )
     predictions = log_h
-    if method.trains_localized_alone:
+    if method.sends_nothing:
         predictions = log_h if samples.partner is None else _mixed_alone(hyper, samples, log_h)
-    elif method.parts.personal:
+    elif _parts(method).personal:
         predictions = torch.stack([log_h.select(lead, 0), _mixed(method, hyper, models, samples, log_h)], lead)
-    return local_cost(predictions, each, hyper.alpha_p[..., None], hyper.alpha_r[..., None], method.costs)
+    return local_cost(predictions, each, hyper.alpha_p[..., None], hyper.alpha_r[..., None], _rules(method).costs)
 
 
 def step_slope(method: Method, hyper: Hyper, models: Leaves, samples: Samples, log_h: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,11 +356,11 @@ def step_slope(method: Method, hyper: Hyper, models: Leaves, samples: Samples, l
     lead = hyper.eta.dim()
     weights = _weights_for_each_model(samples.labelled, samples.unlabelled, hyper)
     target = samples.target.unsqueeze(lead)
-    if method.trains_localized_alone and samples.partner is not None:
+    if method.sends_nothing and samples.partner is not None:
         mixed = _mixed_alone(hyper, samples, log_h)
         costs, slope = local_cost_and_slope(mixed, target, weights)
         return costs, slope.mul_(mixture_share(log_h.squeeze(lead), mixed.squeeze(lead), hyper.beta).unsqueeze(lead))
-    if method.trains_localized_alone or not method.parts.personal:
+    if method.sends_nothing or not _parts(method).personal:
         return local_cost_and_slope(log_h, target, weights)
     own, log_h_lc = log_h.unbind(lead)
     mixed = _mixed(method, hyper, models, samples, log_h)
@@ -166,7 +371,7 @@ def step_slope(method: Method, hyper: Hyper, models: Leaves, samples: Samples, l
 
 def step_slope_at_once(method: Method, hyper: Hyper, samples: Samples, outputs: Tensor) -> tuple[Tensor, Tensor] | None:
     """As `step_slope`, from the networks' outputs and in them, where there is a kernel for it."""
-    mixes = method.parts.personal and not method.trains_localized_alone
+    mixes = _parts(method).personal and not method.sends_nothing
     if samples.partner is not None or (mixes and not method.network.same_in_both_modes):
         return None
     alphas, beta = (hyper.alpha_p, hyper.alpha_r), hyper.beta if mixes else None
@@ -208,14 +413,19 @@ def descend(theta: Leaves, eta: Tensor, mu: Leaves) -> Leaves:
     return theta
 
 
+def costs(local: Local) -> Tensor:
+    """f_i and F_i, or the one that is trained, summed over the steps so far."""
+    return local.costs
+
+
 def finish(
     method: Method, hyper: Hyper, broadcast: Broadcast, device: Device, local: Local, steps: Tensor
 ) -> tuple[Device, Upload]:
     """theta_lc^{r+1} is kept; theta_i^{r+1} - theta^r and the step count are sent."""
     lead, join = hyper.eta.dim(), method.network.join
-    if method.parts.personal:
+    if _parts(method).personal:
         device = device._replace(theta_lc=join([leaf.select(lead, -1) for leaf in local.models]))
-    if method.trains_localized_alone:
+    if method.sends_nothing:
         return device, Upload(local.costs.new_zeros(*hyper.eta.shape, 0), steps)
     theta_i = join([leaf.select(lead, 0) for leaf in local.models])
     return device, Upload(theta_i.sub_(broadcast.theta), steps)
@@ -234,7 +444,7 @@ def mean_gradient(hyper: Hyper, upload: Upload) -> Tensor:
 
 def commit(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device, upload: Upload) -> Device:
     """c_i^{r+1} = c_i^r - (c^r + (theta_i^{r+1} - theta^r) / (eta Q~)), once the upload was counted."""
-    if not method.parts.control_variates:
+    if not _parts(method).control_variates:
         return device
     return device._replace(c=device.c - (broadcast.c + mean_gradient(hyper, upload)))
 
@@ -245,11 +455,13 @@ def commit(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device, u
 def contribution(method: Method, hyper: Hyper, upload: Upload, weight: Tensor) -> Sum:
     """omega_i (theta_i^{r+1} - theta^r) / Q~ (not divided where not normalised), and what c needs."""
     effective = effective_steps(hyper.gamma, upload.steps)
-    share = weight / effective if method.parts.normalised else weight
+    share = weight / effective if _parts(method).normalised else weight
     return Sum(
         update=share[..., None] * upload.delta,
         control=(
-            weight[..., None] * mean_gradient(hyper, upload) if method.parts.control_variates else upload.delta[..., :0]
+            weight[..., None] * mean_gradient(hyper, upload)
+            if _parts(method).control_variates
+            else upload.delta[..., :0]
         ),
         weight=weight,
         steps=upload.steps.to(weight.dtype),
@@ -260,21 +472,21 @@ def contribution(method: Method, hyper: Hyper, upload: Upload, weight: Tensor) -
 
 def apply(method: Method, server: Server, total: Sum, devices: int) -> Server:
     """theta^{r+1} and c^{r+1} from the round's counted uploads."""
-    if method.parts.alone:
+    if _parts(method).alone:
         return server
     theta = server_theta(server.theta, total.update, server_step(method, total), devices, total.counted)
-    return Server(theta, server_c(server.c, total) if method.parts.control_variates else server.c)
+    return Server(theta, server_c(server.c, total) if _parts(method).control_variates else server.c)
 
 
 def server_step(method: Method, total: Sum) -> Tensor | float:
     """eta_g = the mean of Q, the mean of Q~, or a number; 1 where aggregation is not normalised."""
-    if not method.parts.normalised:
+    if not _parts(method).normalised:
         return 1.0
-    if method.eta_g == "mean_steps":
+    if _rules(method).eta_g == "mean_steps":
         return total.steps / total.counted
-    if method.eta_g == "mean_effective_steps":
+    if _rules(method).eta_g == "mean_effective_steps":
         return total.effective_steps / total.counted
-    return float(method.eta_g)
+    return float(_rules(method).eta_g)
 
 
 def server_theta(theta: Tensor, update: Tensor, eta_g: Tensor | float, devices: int, m: Tensor) -> Tensor:
@@ -287,14 +499,36 @@ def server_c(c: Tensor, total: Sum) -> Tensor:
     return c - (total.weight * c + total.control)
 
 
+def invariants(method: Method, server: Server, devices: Device, omega: Tensor) -> dict[str, Tensor]:
+    """c = sum_i omega_i c_i, whatever is lost and whoever joins."""
+    return {"c - sum omega_i c_i": server.c - omega @ devices.c} if _parts(method).control_variates else {}
+
+
 # What a device predicts.
 
 
-def predict(method: Method, hyper: Hyper, log_h: Tensor, log_h_lc: Tensor | None) -> Tensor:
+def general_model(method: Method, server: Server) -> Tensor | None:
+    """theta."""
+    return None if _parts(method).alone else server.theta
+
+
+def own_model(method: Method, device: Device) -> Tensor | None:
+    """theta_lc."""
+    return device.theta_lc if _parts(method).personal else None
+
+
+def predict(_: Method, hyper: Hyper, log_h: Tensor | None, log_h_own: Tensor | None) -> Tensor:
     """h(theta_p; x) = beta h(theta_lc; x) + (1 - beta) h(theta; x), or the one model that there is."""
-    if log_h_lc is None or not method.parts.personal:
-        return log_h
-    return log_h_lc if method.parts.alone else mixture(log_h_lc, log_h, hyper.beta)
+    if log_h is None or log_h_own is None:
+        found = log_h_own if log_h is None else log_h
+        assert found is not None
+        return found
+    return mixture(log_h_own, log_h, hyper.beta)
+
+
+def partner(broadcast: Broadcast) -> Tensor:
+    """theta, which stays fixed while a device trains its own model in personal rounds."""
+    return broadcast.theta
 
 
 def _in_slots(theta: Tensor, hyper: Hyper) -> Tensor:

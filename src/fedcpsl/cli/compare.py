@@ -3,17 +3,20 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedcpsl.cli.options import add_settings, config_of, given_settings
+from fedcpsl.cli.options import add_settings, config_of, given_settings, taken_out
 from fedcpsl.cli.tracker import add_tracker, chosen_tracker, say_where
 from fedcpsl.errors import InputError
+from fedcpsl.settings import Algorithm
 from fedcpsl.torchrun import place, way_on
 
 if TYPE_CHECKING:
     from fedcpsl.runs.comparison import Plan
 
+FAMILYS = {f"algorithm.{f.name}" for f in fields(Algorithm)}  # settings that the base of a comparison has
 ALGORITHMS = "fedcpsl,apfsl,apfl,fedshvrp,fedshvr,local"
 
 
@@ -55,6 +58,7 @@ def _compare(parsed: argparse.Namespace) -> int:
     if parsed.resume:
         return resume_runs(parsed, parsed.algorithms is not None or parsed.matched_steps is not None)
     matched = parsed.matched_steps
+    own = taken_out(parsed, lambda name: name.startswith("algorithm.") and name not in FAMILYS)
     config = config_of(parsed, {} if matched is None else {"work.matched_steps": matched})
     seeds, reach = seeds_and_reach(parsed)
     from fedcpsl.runs.comparison import compare_plan
@@ -63,7 +67,7 @@ def _compare(parsed: argparse.Namespace) -> int:
     names = [name.strip() for name in listed.split(",") if name.strip()]
     if not names:
         raise InputError("--algorithms: give some, for example fedcpsl,apfl,local")
-    return start_runs(parsed, compare_plan(config, names, seeds, reach))
+    return start_runs(parsed, compare_plan(config, names, seeds, reach, own))
 
 
 def seeds_and_reach(parsed: argparse.Namespace) -> tuple[int, list[float]]:

@@ -1,15 +1,14 @@
 """fedcpsl completion: what a shell needs to complete our commands, read off the parsers."""
 
 import argparse
-import ast
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedcpsl.cli.declared import PACKAGE, algorithm_names, declared_settings, literals
 from fedcpsl.config import FLAGS, Config, setting
 
-PACKAGE = Path(__file__).resolve().parents[1]
 DEVICES = ("auto", "cpu", "cuda", "mps")  # of run.device, which may have a number too
 
 
@@ -98,12 +97,10 @@ def completed_by(action: argparse.Action) -> Value:
 def _named(dest: str) -> Value | None:
     """What completes something that is known by its name, whichever command has it."""
     own: dict[str, Callable[[], Value]] = {
-        "data.dataset": lambda: Value(
-            (*_literals("data/named.py", "NAMED"), *_literals("data/sources.py", "DATASETS"))
-        ),
+        "data.dataset": lambda: Value((*literals("data/named.py", "NAMED"), *literals("data/sources.py", "DATASETS"))),
         "data.file": lambda: Value(files=True, folders=True),
         "data.dir": lambda: Value(folders=True),
-        "model.name": lambda: Value(("auto", *_literals("models.py", "NAMES"))),
+        "model.name": lambda: Value(("auto", *literals("models.py", "NAMES"))),
         "algorithm.name": lambda: Value(algorithm_names()),
         "run.device": lambda: Value(DEVICES),
         "algorithms": lambda: Value(algorithm_names(), listed=True),
@@ -116,12 +113,6 @@ def _named(dest: str) -> Value | None:
     return Value(tuple(setting(*dest.split(".")).metadata["choices"])) if dest in FLAGS.values() else None
 
 
-def algorithm_names() -> tuple[str, ...]:
-    """Those of every file in algorithms/."""
-    files = sorted(PACKAGE.glob("algorithms/*.py"))
-    return tuple(name for file in files for name in _literals(f"algorithms/{file.name}", "VARIANTS"))
-
-
 def study_names() -> tuple[str, ...]:
     """The studies that come with fedcpsl, inside the package or in the repository."""
     inside = PACKAGE / "experiments"
@@ -131,20 +122,9 @@ def study_names() -> tuple[str, ...]:
 
 def setting_names() -> tuple[str, ...]:
     """Every setting as section.key."""
-    return tuple(f"{s.name}.{f.name}" for s in fields(Config) for f in fields(getattr(Config(), s.name)))
-
-
-def _literals(file: str, variable: str) -> list[str]:
-    """The words of a dict's keys or of a tuple, as they are written in a file: importing it could import torch."""
-    for node in ast.parse((PACKAGE / file).read_text(encoding="utf-8")).body:
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
-        if any(isinstance(target, ast.Name) and target.id == variable for target in targets):
-            value = node.value  # type: ignore[attr-defined]
-            words = value.keys if isinstance(value, ast.Dict) else getattr(value, "elts", [])
-            return [word.value for word in words if isinstance(word, ast.Constant) and isinstance(word.value, str)]
-    return []
+    own = [f"algorithm.{each.name}" for declared in declared_settings().values() for each in declared]
+    known = [f"{s.name}.{f.name}" for s in fields(Config) for f in fields(getattr(Config(), s.name))]
+    return tuple(dict.fromkeys([*known, *own]))
 
 
 def _plain(help: str | None) -> str:

@@ -2,12 +2,13 @@
 
 import argparse
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from fedcpsl.cli.declared import declared_settings
 from fedcpsl.config import AUTO, FLAGS, Config, Data, parse_value, read_config, setting, with_settings
 from fedcpsl.errors import InputError
 
@@ -48,6 +49,9 @@ def settings_help() -> str:
         for declared in fields(getattr(Config(), section.name)):
             value = getattr(getattr(Config(), section.name), declared.name)
             lines.append(f"    {declared.name} = {value!r}".ljust(34) + f"  {declared.metadata['help']}")
+    for names, settings in declared_settings().items():
+        lines += ["", f"  [algorithm]  of {', '.join(names)}"]
+        lines += [f"    {s.name} = {s.default!r}".ljust(34) + f"  {s.help}" for s in settings if s.name != "name"]
     return "\n".join(lines)
 
 
@@ -88,6 +92,13 @@ def _refuse_ignored(data: Data, chosen: Mapping[str, Any]) -> None:
             f"--devices {data.devices}: the devices are those of --device-column {data.device_column}; leave one of "
             "the two out, or share rows out anew with --partition iid"
         )
+
+
+def taken_out(parsed: argparse.Namespace, wanted: Callable[[str], bool]) -> dict[str, Any]:
+    """Some of the settings that --set gives, which then are no longer among those of `config_of`."""
+    values = chosen_settings(parsed)
+    parsed.set = [given for given in parsed.set if not wanted(given.partition("=")[0].strip())]
+    return {name: value for name, value in values.items() if wanted(name)}
 
 
 def chosen_settings(parsed: argparse.Namespace) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedcpsl.algorithms import find_algorithm
+from fedcpsl.algorithm import optional
+from fedcpsl.algorithms import find_algorithm, traits_of
 from fedcpsl.config import Config, Data, to_toml
 from fedcpsl.data.federation import Federation, Source, federate
 from fedcpsl.data.roles import TEST, Shares
@@ -76,7 +77,7 @@ def rounds_of_a_device(kept: Kept) -> int:
 def check_adaptable(kept: Kept) -> None:
     """Refuse a run whose devices were alone."""
     name = kept.config.algorithm.name
-    if find_algorithm(name)[1].alone:
+    if traits_of(name).alone:
         raise InputError(f"{kept.folder}: {name} has no global model that a new device could start from")
 
 
@@ -86,11 +87,11 @@ def adapt(kept: Kept, data: Data, name: str, rounds: int) -> Adapted:
     algorithm = kept.config.algorithm
     data = _with_columns(data, kept.config.data)
     federation = _federation(kept, data, name)
-    beta = float(np.mean(algorithm.beta))
+    newcomer = optional(find_algorithm(algorithm.name)[0], "newcomer")
     config = replace(
         kept.config,
         data=replace(data, devices=1, normalise="standard" if kept.scaling else "none"),
-        algorithm=replace(algorithm, personal=True, beta=beta),
+        algorithm=newcomer(algorithm) if newcomer else algorithm,
         work=replace(one_device(kept.config.work), rounds=1, personal_rounds=rounds, two_phase=False),
         run=on_this_machine(kept.config.run),
     )

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcpsl.algorithms import find_algorithm
+from fedcpsl.algorithms import traits_of
 from fedcpsl.errors import InputError, did_you_mean, printable
 from fedcpsl.export.about import GLOBAL
 from fedcpsl.export.chosen import Kept, choose, device_names
@@ -24,7 +24,7 @@ class Answers(NamedTuple):
 def answer_by_device(kept: Kept, x: NDArray[Any], devices: list[str]) -> Answers:
     """A device that the run does not know, or that never trained, is answered by the global model."""
     names = device_names(kept)
-    alone = find_algorithm(kept.config.algorithm.name)[1].alone
+    alone = traits_of(kept.config.algorithm.name).alone
     models = [name if name in names and _has_model(kept, names[name]) else GLOBAL for name in devices]
     strangers = sorted({device for device, model in zip(devices, models, strict=True) if model == GLOBAL})
     if strangers and alone:
@@ -40,7 +40,7 @@ def answer_by_device(kept: Kept, x: NDArray[Any], devices: list[str]) -> Answers
 
 
 def _has_model(kept: Kept, number: int) -> bool:
-    return "beta" not in kept.tensors or any(name.startswith(f"device{number}/localized/") for name in kept.tensors)
+    return not kept.has_own_models or any(name.startswith(f"device{number}/localized/") for name in kept.tensors)
 
 
 def _note(strangers: list[str], rows: int) -> str:

@@ -10,24 +10,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedcpsl.algorithm import map_tensors
-from fedcpsl.algorithms import find_algorithm
+from fedcpsl.algorithm import Algorithm, Method
+from fedcpsl.algorithms import traits_of
 from fedcpsl.config import Config
-from fedcpsl.data.federation import Federation
-from fedcpsl.data.roles import LABELLED
 from fedcpsl.data.scaling import Scaling
 from fedcpsl.data.sources import load_federation
 from fedcpsl.errors import InputError, RunError, did_you_mean
 from fedcpsl.export.about import GLOBAL, About, Predictor, shared_config
-from fedcpsl.export.graph import PersonalModel, with_tensors
+from fedcpsl.export.graph import PersonalModel, numbers_for, predict_of, with_tensors
+from fedcpsl.methods import hyper_of_device, resolved
 from fedcpsl.models import make_model
+from fedcpsl.network import Network
 from fedcpsl.runs.checkpoint import load_tensors
 from fedcpsl.runs.device_table import read_device_table
 from fedcpsl.runs.folder import is_finished, read_manifest, read_run_config
 from fedcpsl.schedule import stream
 from fedcpsl.settings import AUTO, Run, Work
-from fedcpsl.simulation import Setup, prepare
 from fedcpsl.simulation.shelf import normalise
+from fedcpsl.trees import Tree
 
 ROWS_AT_ONCE = 4096
 LISTED = 30  # names in an error
@@ -45,6 +45,11 @@ class Kept(NamedTuple):
     scaling: Scaling | None
     digest: str  # of the data
     devices: int  # in the run
+
+    @property
+    def has_own_models(self) -> bool:
+        """Whether devices have models of their own."""
+        return any("/localized/" in name for name in self.tensors)
 
     @property
     def model(self) -> nn.Module:
@@ -107,29 +112,51 @@ def _described(config: Config, digest: str, folder: Path) -> dict[str, Any]:
 
 def choose(kept: Kept, device: str | None) -> Chosen:
     """The model of a device, by name or number, or "global"; without a name, of the only device."""
-    alone = find_algorithm(kept.config.algorithm.name)[1].alone
+    alone = traits_of(kept.config.algorithm.name).alone
     number, name = (None, GLOBAL) if device == GLOBAL else find_device(kept, device)
     if device == GLOBAL and GLOBAL in device_names(kept):
         raise InputError(f"--device {GLOBAL}: is a device of {kept.folder} too; rename it in the data and run again")
     if alone and number is None:
         raise InputError(f"{kept.folder}: {kept.config.algorithm.name} has no global model; give --device NAME")
     localized: dict[str, Tensor] = {}
-    if number is not None and "beta" in kept.tensors:
+    if number is not None and kept.has_own_models:
         localized = kept.under(f"device{number}/localized/")
         if not localized:
             raise _never_active(kept, name)
     general = {} if alone else kept.under("global/")
-    beta = float(kept.tensors["beta"][number]) if general and localized else None
-    about = about_of(kept, name, number, beta)
     model = kept.model
-    setup = stand_in(kept, model, beta)
-    thetas = [_theta(setup, named) if named else None for named in (general, localized)]
+    answers = answering(kept, model, number)
+    mixes = number is not None and general and localized
+    about = about_of(kept, name, number, answers.numbers.get("beta") if mixes else None)
+    thetas = [_theta(answers.method, named) if named else None for named in (general, localized)]
     modules = [with_tensors(model, named) if named else None for named in (general, localized)]
 
     def answer(x: NDArray[Any]) -> NDArray[np.float32]:
-        return _probabilities(setup, kept.scaling, thetas[0], thetas[1], x)
+        return _probabilities(answers, kept.scaling, thetas[0], thetas[1], x)
 
-    return Chosen(about, PersonalModel(modules[0], modules[1], beta, kept.scaling), Predictor(about, answer))
+    predict = predict_of(answers.algorithm, answers.method)
+    module = PersonalModel(predict, modules[0], modules[1], answers.numbers if mixes else {}, kept.scaling)
+    return Chosen(about, module, Predictor(about, answer))
+
+
+class Answering(NamedTuple):
+    """What a device's answer is made with, its models aside."""
+
+    algorithm: Algorithm
+    method: Method
+    hyper: Tree
+    numbers: dict[str, float]  # those of `hyper` that predictions need
+
+
+def answering(kept: Kept, model: nn.Module, number: int | None) -> Answering:
+    """The run's functions for one device; they need no samples."""
+    settings, work = kept.config.algorithm, kept.config.work
+    dtype = torch.float64 if kept.config.run.dtype == "float64" else torch.float32
+    network = Network(model, torch.zeros(2, *kept.shape, dtype=dtype), len(kept.classes))
+    found = resolved(settings, network, work)
+    method = found.kept_method(work)
+    hyper = hyper_of_device(found.algorithm, method, settings, kept.devices, number or 0)
+    return Answering(found.algorithm, method, hyper, numbers_for(found.algorithm, hyper))
 
 
 def about_of(kept: Kept, name: str = GLOBAL, number: int | None = None, beta: float | None = None) -> About:
@@ -192,14 +219,6 @@ def _never_active(kept: Kept, device: str) -> InputError:
     )
 
 
-def stand_in(kept: Kept, model: nn.Module, beta: float | None) -> Setup:
-    """The run's functions for one device that has no samples."""
-    nothing, nobody = np.zeros((2, *kept.shape), np.float32), np.zeros(2, np.int64)
-    federation = Federation(nothing, nobody, nobody, np.full(2, LABELLED, np.int8), len(kept.classes), ("-",))
-    algorithm = replace(kept.config.algorithm, beta=1.0 if beta is None else beta)
-    return prepare(federation, model, algorithm, one_device(kept.config.work), on_this_machine(kept.config.run))
-
-
 def one_device(work: Work) -> Work:
     return replace(work, active=AUTO, joiners=0)
 
@@ -220,30 +239,29 @@ def on_this_machine(run: Run) -> Run:
     )
 
 
-def _theta(setup: Setup, named: dict[str, Tensor]) -> Tensor:
-    network = setup.method.network
+def _theta(method: Method, named: dict[str, Tensor]) -> Tensor:
+    network = method.network
     wrong = [name for name, shape in network.shapes.items() if name not in named or named[name].shape != shape]
     if wrong or len(named) != len(network.shapes):
         what = wrong[0] if wrong else next(name for name in named if name not in network.shapes)
         raise InputError(f"the model is not the one that was trained: {what!r} differs; put the old model back")
-    return network.join([named[name] for name in network.shapes]).to(setup.shelf.dtype)
+    return network.join([named[name] for name in network.shapes]).to(network.initial)
 
 
 @torch.no_grad()
 def _probabilities(
-    setup: Setup, scaling: Scaling | None, theta: Tensor | None, theta_lc: Tensor | None, x: NDArray[Any]
+    answers: Answering, scaling: Scaling | None, theta: Tensor | None, own: Tensor | None, x: NDArray[Any]
 ) -> NDArray[np.float32]:
     """What a device answers, by the run's own functions."""
-    method, hyper = setup.kept_method, map_tensors(lambda t: t[0], setup.hyper)
-    pieces = []
+    network, pieces = answers.method.network, []
     for some in torch.from_numpy(np.ascontiguousarray(x)).split(ROWS_AT_ONCE):
-        given = some.to(setup.shelf.dtype)
+        given = some.to(network.initial)
         if scaling:
             given = normalise(given, *(torch.from_numpy(np.asarray(t)).to(given) for t in scaling))
-        log_h, log_h_lc = (None if t is None else method.network.log_probabilities(t, given) for t in (theta, theta_lc))
-        either = log_h if log_h is not None else log_h_lc
-        assert either is not None
-        alone = theta is None or theta_lc is None
-        pieces.append(either if alone else setup.algorithm.predict(method, hyper, either, log_h_lc))
-    answers: NDArray[np.float32] = torch.cat(pieces).exp().to(torch.float32).numpy()
-    return answers
+        log_h, log_h_own = (None if t is None else network.log_probabilities(t, given) for t in (theta, own))
+        one = log_h if log_h_own is None else log_h_own
+        assert one is not None
+        both = log_h is not None and log_h_own is not None
+        pieces.append(answers.algorithm.predict(answers.method, answers.hyper, log_h, log_h_own) if both else one)
+    found: NDArray[np.float32] = torch.cat(pieces).exp().to(torch.float32).numpy()
+    return found

@@ -2,16 +2,19 @@
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from copy import deepcopy
+from functools import partial
 from io import StringIO
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedcpsl.algorithm import Algorithm, Method, optional
 from fedcpsl.data.scaling import Scaling
 from fedcpsl.errors import InputError
 
@@ -20,33 +23,51 @@ OPSET = 18  # what PyTorch exports natively; runtimes know it since 2023
 EXAMPLES = 3  # any number but 0 and 1, which programs may treat as special
 
 
-class PersonalModel(nn.Module):
-    """beta h(theta_lc; x) + (1 - beta) h(theta; x) of raw samples, x = (samples - shift) / scale; or one h alone."""
+Predict = Callable[[Any, Tensor | None, Tensor | None], Tensor]  # from numbers and the two models' log h
 
-    beta: Tensor
+
+class PersonalModel(nn.Module):
+    """A device's answer to raw samples, x = (samples - shift) / scale: what the algorithm predicts from h(x) of the
+    general model and of the device's own, or of the one that there is.
+    """
+
     shift: Tensor
     scale: Tensor
 
     def __init__(
-        self, general: nn.Module | None, localized: nn.Module | None, beta: float | None, scaling: Scaling | None
+        self,
+        predict: Predict,
+        general: nn.Module | None,
+        localized: nn.Module | None,
+        numbers: Mapping[str, float],
+        scaling: Scaling | None,
     ) -> None:
         super().__init__()
-        self.general, self.localized = general, localized
-        self.normalises, self.mixes = scaling is not None, general is not None and localized is not None
-        if self.mixes:
-            self.register_buffer("beta", torch.tensor(beta))
-        for name, numbers in scaling._asdict().items() if scaling else ():
-            self.register_buffer(name, torch.from_numpy(np.asarray(numbers, np.float32)))
+        self.general, self.localized, self.predict = general, localized, predict
+        self.normalises, self.numbers = scaling is not None, tuple(numbers)
+        for name, number in numbers.items():
+            self.register_buffer(name, torch.tensor(number))
+        for name, given in scaling._asdict().items() if scaling else ():
+            self.register_buffer(name, torch.from_numpy(np.asarray(given, np.float32)))
         self.float().eval().requires_grad_(False)
 
     def forward(self, samples: Tensor) -> Tensor:
         x = (samples - self.shift) / self.scale if self.normalises else samples
-        if self.mixes:
-            return self.beta * self._h(self.localized, x) + (1 - self.beta) * self._h(self.general, x)
-        return self._h(self.localized if self.general is None else self.general, x)
+        hyper = SimpleNamespace(**{name: getattr(self, name) for name in self.numbers})
+        return self.predict(hyper, self._log_h(self.general, x), self._log_h(self.localized, x)).exp()
 
-    def _h(self, network: Any, x: Tensor) -> Tensor:
-        return torch.softmax(network(x), -1)
+    def _log_h(self, network: Any, x: Tensor) -> Tensor | None:
+        return None if network is None else torch.log_softmax(network(x), -1)
+
+
+def predict_of(algorithm: Algorithm, method: Method) -> Predict:
+    """The algorithm's `predict` for a module to call."""
+    return partial(algorithm.predict, method)
+
+
+def numbers_for(algorithm: Algorithm, hyper: Any) -> dict[str, float]:
+    """Those of the algorithm's numbers that its `predict` needs."""
+    return {name: float(getattr(hyper, name)) for name in optional(algorithm, "PREDICTS_WITH") or ()}
 
 
 def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:

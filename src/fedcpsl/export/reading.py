@@ -6,13 +6,18 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
+from fedcpsl.algorithm import optional
+from fedcpsl.config import Config, with_settings
 from fedcpsl.errors import InputError
 from fedcpsl.export import SUFFIXES
 from fedcpsl.export.about import About, Answer, Predictor
 from fedcpsl.export.files import Weights, read_onnx, read_safetensors, read_torch
-from fedcpsl.export.graph import EXTRA, PersonalModel, with_tensors
+from fedcpsl.export.graph import EXTRA, PersonalModel, Predict, predict_of, with_tensors
+from fedcpsl.methods import resolved
 from fedcpsl.models import make_model
+from fedcpsl.network import Network
 
 ROWS_AT_ONCE = 4096
 
@@ -48,7 +53,8 @@ def module_of(weights: Weights, path: Path, own: str) -> PersonalModel:
     kinds = {part: any(key.startswith(f"{part}.") for key in tensors) for part in ("general", "localized")}
     parts = [with_tensors(network, {}) if there else None for there in kinds.values()]
     try:
-        model = PersonalModel(parts[0], parts[1], about.beta, about.scaling)
+        predict, numbers = answers_of(about, network)
+        model = PersonalModel(predict, parts[0], parts[1], numbers if all(parts) else {}, about.scaling)
         model.load_state_dict(tensors)
     except (RuntimeError, TypeError) as error:
         raise InputError(f"{path}: does not fit its network {name}: {' '.join(str(error).split())}") from error
@@ -60,6 +66,16 @@ def _network(about: About, path: Path) -> tuple[str, list[int]]:
     if not isinstance(model, dict) or not isinstance(model.get("name"), str) or not isinstance(model["hidden"], list):
         raise InputError(f"{path}: its manifest does not name a network; export it again")
     return model["name"], model["hidden"]
+
+
+def answers_of(about: About, module: nn.Module) -> tuple[Predict, dict[str, float]]:
+    """What puts the two models' outputs together, and the numbers for it, whose values are among the weights."""
+    values = {f"{part}.{key}": v for part in ("algorithm", "work") for key, v in about.config[part].items()}
+    config = with_settings(Config(), values)
+    network = Network(module, torch.zeros(2, *about.input_shape), len(about.classes))
+    found = resolved(config.algorithm, network, config.work)
+    numbers = dict.fromkeys(optional(found.algorithm, "PREDICTS_WITH") or (), 0.0)
+    return predict_of(found.algorithm, found.kept_method(config.work)), numbers
 
 
 def torch_answer(model: Any) -> Answer:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fedcpsl.algorithm import Broadcast, Device, Upload, map_tensors
+from fedcpsl.algorithms.family import Broadcast, Device, Upload
 from fedcpsl.errors import InputError, RunError, printable
 from fedcpsl.federation.device_store import Kept, Pending, load_kept, opened, restarted, save_kept, settle
 from fedcpsl.federation.holdings import Holdings
@@ -25,6 +25,7 @@ from fedcpsl.federation.messages import (
 )
 from fedcpsl.federation.protection import Protection, check_protection, protect
 from fedcpsl.federation.terms import Terms
+from fedcpsl.trees import map_tensors
 
 LOG = logging.getLogger("fedcpsl")
 
@@ -86,7 +87,7 @@ def _train(participant: Participant, kept: Kept, order: Order, clock: Clock) -> 
     terms, holdings = participant.terms, participant.holdings
     before: Device = map_tensors(lambda t: t.to(terms.where), kept.committed)
     budget = min(filter(None, (participant.budget, order.budget)), default=0.0)
-    warming = kept.active_rounds < terms.warm_up
+    warming = kept.active_rounds < terms.method.traits.warm_up
     device, nu, upload = train(terms, holdings, before, kept.nu.to(terms.where), order, budget, clock, warming=warming)
     sent = Upload(protect(upload.delta, participant.protection), upload.steps)
     kept = kept._replace(

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedcpsl.algorithm import Broadcast, Device, Upload, map_tensors
+from fedcpsl.algorithms.family import Broadcast, Device, Upload
 from fedcpsl.errors import RunError
 from fedcpsl.federation.messages import TRAIN, Answer, Turn
 from fedcpsl.federation.terms import Terms
 from fedcpsl.runs.checkpoint import load_tensors, save_tensors
 from fedcpsl.runs.files import make_folder
+from fedcpsl.trees import map_tensors
 
 FILE = "device.safetensors"
 

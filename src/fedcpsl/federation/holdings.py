@@ -46,7 +46,7 @@ def draw_task(terms: Terms, holdings: Holdings, seed: int, round: int, device: i
     work = terms.work._replace(unit="steps", amount=steps, loss_rate=0.0)
     method = terms.method
     (task,) = draw_tasks(
-        seed, round, [device], sizes, work, unlabelled=method.parts.unlabelled, dropout=method.network.has_dropout
+        seed, round, [device], sizes, work, unlabelled=method.traits.unlabelled, dropout=method.network.has_dropout
     )
     return task
 

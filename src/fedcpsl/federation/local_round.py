@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedcpsl.algorithm import Broadcast, Device, Hyper, Upload
+from fedcpsl.algorithm import optional
+from fedcpsl.algorithms.family import Broadcast, Device, Hyper, Upload
 from fedcpsl.errors import RunError
 from fedcpsl.federation.holdings import Holdings, draw_task, minibatches
 from fedcpsl.federation.messages import Order
@@ -37,12 +38,12 @@ def train(
 ) -> Trained:
     """Relabel, take at least one and at most `order.steps` steps within `budget` seconds (0: no limit), finish."""
     begun = clock()
-    algorithm, method, hyper = terms.algorithm, terms.method, _hyper(terms, warming=warming)
+    algorithm, method, hyper = terms.algorithm, terms.method, terms.warming if warming else terms.hyper
     broadcast = Broadcast(order.theta.to(terms.where), order.c.to(terms.where))
     task = draw_task(terms, holdings, order.seed, order.turn.round, order.device, order.steps)
     if not task.steps:
         raise RunError("this device has no samples that the algorithm uses; nothing was done")
-    if method.parts.unlabelled and not warming:
+    if method.traits.unlabelled and not warming:
         nu = _relabel(terms, hyper, holdings, broadcast, device, nu)
     local = algorithm.begin(method, hyper, broadcast, device)
     done, since = 0, clock()
@@ -64,7 +65,7 @@ def train(
 def first_labels(terms: Terms, holdings: Holdings) -> Tensor:
     """Uniform pseudo-labels; none where unlabelled samples are not used."""
     classes = terms.method.network.classes
-    count = holdings.unlabelled if terms.method.parts.unlabelled else 0
+    count = holdings.unlabelled if terms.method.traits.unlabelled else 0
     return torch.full((count, classes), 1 / classes, dtype=terms.dtype, device=terms.where)
 
 
@@ -73,22 +74,14 @@ def log_predictions(terms: Terms, theta: Tensor, theta_lc: Tensor, x: Tensor) ->
     predict, pieces = terms.method.network.log_probabilities, []
     with torch.no_grad():
         for some in x.split(ROWS_AT_ONCE):
-            log_h_lc = predict(theta_lc, some) if terms.method.parts.personal else None
-            pieces.append(terms.algorithm.predict(terms.method, terms.hyper, predict(theta, some), log_h_lc))
+            log_h_own = predict(theta_lc, some) if terms.method.traits.personal else None
+            pieces.append(terms.algorithm.predict(terms.method, terms.hyper, predict(theta, some), log_h_own))
     return torch.cat(pieces)
 
 
 def _relabel(
     terms: Terms, hyper: Hyper, holdings: Holdings, broadcast: Broadcast, device: Device, nu: Tensor
 ) -> Tensor:
-    renew, count = terms.algorithm.relabel, holdings.unlabelled
+    renew, count = optional(terms.algorithm, "relabel"), torch.tensor(holdings.unlabelled, device=terms.where)
     pieces = zip(holdings.x_unlabelled.split(ROWS_AT_ONCE), nu.split(ROWS_AT_ONCE), strict=True)
     return torch.cat([renew(terms.method, hyper, broadcast, device, x, part, count) for x, part in pieces])
-
-
-def _hyper(terms: Terms, *, warming: bool) -> Hyper:
-    """The device's numbers; while it warms up it has no unlabelled terms."""
-    if not warming:
-        return terms.hyper
-    nothing = torch.zeros_like(terms.hyper.alpha_p)
-    return terms.hyper._replace(alpha_p=nothing, alpha_r=nothing)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from fedcpsl.errors import RunError, printable
-from fedcpsl.federation.terms import Terms, digest
+from fedcpsl.federation.terms import Terms, digest, parts_of
 
 PROTOCOL = 2
 HELLO, TRAIN, END, REFUSAL = "hello", "train", "end", "refusal"
@@ -161,7 +161,7 @@ def read_order(message: Message, terms: Terms) -> Order:
     _check_numbers(header, who)
     if kind == TRAIN:
         _check_work(header, terms, who)
-    with_c = kind == TRAIN and terms.method.parts.control_variates
+    with_c = kind == TRAIN and parts_of(terms.method).control_variates
     _check_tensors(message.tensors, ("theta", "c") if with_c else ("theta",), terms, who)
     theta = message.tensors["theta"]
     counted = Turn(header["counted_round"], header["counted_attempt"])

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedcpsl.algorithm import Sum, Upload, map_tensors
-from fedcpsl.algorithms.family import mean_gradient
+from fedcpsl.algorithms.family import Sum, Upload, mean_gradient
 from fedcpsl.errors import InputError
 from fedcpsl.federation.messages import Answer
 from fedcpsl.federation.server_store import Member
 from fedcpsl.federation.terms import Terms
+from fedcpsl.trees import map_tensors
 
 NONE, BOUNDED, CLIPPED, TRIMMED, MEDIAN = AGGREGATIONS = ("none", "bounded", "clipped", "trimmed", "median")
 BY_COORDINATE = (TRIMMED, MEDIAN)  # in these an update has no share that its device could be told: c and c_i stay 0

@@ -14,7 +14,8 @@ from uuid import uuid4
 import numpy as np
 import torch
 
-from fedcpsl.algorithm import Sum, map_tensors
+from fedcpsl.algorithm import Roster
+from fedcpsl.algorithms.family import Sum
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation.device_store import scaled
 from fedcpsl.federation.exchange import Replies, ask, make_order
@@ -30,10 +31,11 @@ from fedcpsl.federation.robustness import (
     upload_of,
 )
 from fedcpsl.federation.server_store import Member, Serving, load_serving, restart_control_variates, save_serving
-from fedcpsl.federation.terms import Terms, digest
+from fedcpsl.federation.terms import Terms, digest, parts_of
 from fedcpsl.runs.files import make_folder
 from fedcpsl.runs.folder import locked
 from fedcpsl.schedule import draw_active, draw_steps
+from fedcpsl.trees import map_tensors
 
 OFFENCES = 3  # in a row, after which a device is not asked for a while
 EXCLUDED = 10  # rounds
@@ -81,7 +83,7 @@ def serve(
 
 def draw_orders(terms: Terms, rules: Rules, state: Serving) -> dict[str, Order]:
     """Whom this turn asks, and for what: the simulator's draw. A repeated round asks others."""
-    parts = terms.method.parts
+    parts = terms.method.traits
     everybody = [i for i, m in enumerate(state.roster) if not m.forgotten]
     roster = [i for i in everybody if state.roster[i].excluded_until <= state.round] or everybody
     wanted = ceil(terms.work.active * rules.over_sampling)
@@ -142,7 +144,7 @@ def _sum(contributions: Sequence[Sum]) -> Sum:
 
 
 def _begin(terms: Terms, folder: Path) -> Serving:
-    state = Serving(uuid4().hex, digest(terms), terms.algorithm.init_server(terms.method), (), Turn(0, 0))
+    state = Serving(uuid4().hex, digest(terms), terms.algorithm.init_server(terms.method, 0), (), Turn(0, 0))
     save_serving(folder, state)
     return state
 
@@ -252,7 +254,8 @@ def _admit(terms: Terms, rules: Rules, state: Serving, newcomers: Sequence[Membe
     after = state._replace(roster=roster, dropouts=state.dropouts | refused)
     if not after.samples:
         return after
-    server = terms.algorithm.admit(terms.method, state.server, state.samples, after.samples)
+    rosters = [Roster(len(each.roster), each.samples) for each in (state, after)]
+    server = terms.algorithm.admit(terms.method, state.server, *rosters)
     return after._replace(server=server, begun=state.begun or len(roster) >= rules.least)
 
 
@@ -272,10 +275,10 @@ def _check_rules(terms: Terms, rules: Rules) -> None:
     asked = ceil(terms.work.active * rules.over_sampling)
     if rules.over_sampling < 1:
         raise InputError(f"over_sampling = {rules.over_sampling:g}: give at least 1")
-    if rules.quorum < 0 or (rules.quorum > asked and not terms.method.parts.everyone):
+    if rules.quorum < 0 or (rules.quorum > asked and not terms.method.traits.everyone):
         raise InputError(f"quorum = {rules.quorum}: {asked} devices are asked in a round; give 0 to {asked}")
     if rules.least < 1 or rules.deadline <= 0 or rules.rounds < 1 or rules.attempts < 1:
         raise InputError("least, rounds, attempts and deadline: give at least 1, and more than 0 seconds")
     check_limits(rules.limits)
-    if rules.limits.aggregation in BY_COORDINATE and terms.method.parts.control_variates:
+    if rules.limits.aggregation in BY_COORDINATE and parts_of(terms.method).control_variates:
         raise InputError(f"aggregation = {rules.limits.aggregation!r}: works without control variates alone")

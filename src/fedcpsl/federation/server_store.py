@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from fedcpsl.algorithm import Server
+from fedcpsl.algorithms.family import Server
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation.messages import Turn
 from fedcpsl.runs.checkpoint import load_tensors, save_tensors

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedcpsl.algorithms import find_algorithm
+from fedcpsl.algorithms import traits_of
 from fedcpsl.config import Config
 from fedcpsl.errors import InputError
 from fedcpsl.runs.alone import FOLDER as ALONE
@@ -45,7 +45,7 @@ class Told(NamedTuple):
     @property
     def alone(self) -> bool:
         """Whether its devices have no server."""
-        return find_algorithm(self.config.algorithm.name)[1].alone
+        return traits_of(self.config.algorithm.name).alone
 
     @property
     def adapted_from(self) -> str:

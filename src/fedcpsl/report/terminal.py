@@ -115,7 +115,7 @@ def planned_steps(experiment: "Experiment") -> tuple[int, int]:
         return draw_active(setup.seed, r, roster, setup.work.active) if r < setup.rounds else roster.tolist()
 
     steps = [
-        draw_steps(setup.seed, r, device, setup.sizes, setup.work, setup.method.parts.unlabelled)
+        draw_steps(setup.seed, r, device, setup.sizes, setup.work, setup.method.traits.unlabelled)
         for r in range(setup.total_rounds)
         for device in devices(r)
     ]

@@ -3,32 +3,24 @@
 from dataclasses import replace
 from pathlib import Path
 
-from fedcpsl.config import Config
+from fedcpsl.algorithms.family import SWITCHES, choose_eta_lc
+from fedcpsl.config import Algorithm, Config, with_settings
 from fedcpsl.errors import InputError
 from fedcpsl.runs import folder as files
 from fedcpsl.runs.diary import Watch
 from fedcpsl.runs.experiment import build, resume, start
 from fedcpsl.settings import AUTO
-from fedcpsl.simulation.setup import choose_eta_lc
 
 FOLDER = "alone"
 
 
 def alone_config(config: Config) -> Config:
     """The settings of a run for devices without a server, as a comparison would have them beside it."""
-    algorithm = config.algorithm
-    by_default = choose_eta_lc(replace(algorithm, eta_lc=AUTO), float(algorithm.eta))
-    eta_lc = AUTO if algorithm.eta_lc == by_default else algorithm.eta_lc
-    alone = replace(
-        algorithm,
-        name="local",
-        eta_lc=eta_lc,
-        unlabelled=AUTO,
-        personal=AUTO,
-        control_variates=AUTO,
-        momentum=AUTO,
-        normalised=AUTO,
-    )
+    alone = with_settings(config, {"algorithm.name": "local"}).algorithm
+    if isinstance(config.algorithm, Algorithm):
+        by_default = choose_eta_lc(replace(config.algorithm, eta_lc=AUTO), float(config.algorithm.eta))
+        eta_lc = AUTO if config.algorithm.eta_lc == by_default else config.algorithm.eta_lc
+        alone = replace(alone, eta_lc=eta_lc, **dict.fromkeys(SWITCHES, AUTO))
     run = replace(
         config.run, gaps=False, keep="metrics", executor=AUTO, slots=0, processes=AUTO, store=AUTO, device=AUTO
     )

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedcpsl.algorithm import Device, Server
 from fedcpsl.errors import RunError
 from fedcpsl.runs.files import write_whole
 from fedcpsl.runs.folder import metrics_digest
 from fedcpsl.simulation import Setup, State
 from fedcpsl.simulation.store import Sparse, put_rows, sparse_states
+from fedcpsl.trees import Tree, leaves, map_tensors, named_leaves, rebuilt
 
 KEPT = 2  # checkpoints at a time
 AT_ONCE = 1 << 22  # bytes of rows that are brought together at a time, and of states on disk before they are let go
@@ -89,7 +89,7 @@ def load_checkpoint(path: Path, setup: Setup) -> State:
         return State(
             setup=setup,
             round=numbers["round"],
-            server=Server(tensors["server.theta"].to(where), tensors["server.c"].to(where)),
+            server=_tree(tensors, "server", setup.first_server(), where),
             devices=devices,
             targets=setup.shelf.one_hot.clone() if on_demand else tensors["targets"].to(where),
             sparse=sparse,
@@ -104,18 +104,27 @@ def load_checkpoint(path: Path, setup: Setup) -> State:
         raise RunError(f"{path}: not a checkpoint of this version: {error} is missing") from error
 
 
-def _devices(tensors: Mapping[str, Tensor], setup: Setup) -> tuple[Device, Sparse | None]:
+def _tree(tensors: Mapping[str, Tensor], prefix: str, like: Tree, where: torch.device | None = None) -> Tree:
+    """A state of a checkpoint, by the names of its fields."""
+    found = [tensors[name] for name in named_leaves(like, prefix)]
+    return rebuilt(like, [t if where is None else t.to(where) for t in found])
+
+
+def _devices(tensors: Mapping[str, Tensor], setup: Setup) -> tuple[Tree, Sparse | None]:
     """The device states of a checkpoint, where they live."""
-    rows = Device(tensors["devices.theta_lc"], tensors["devices.c"])
-    where = setup.shelf.where
+    one = setup.first_device(setup.first_server())
+    rows, where = _tree(tensors, "devices", one), setup.shelf.where
     if not setup.sparse:
-        return Device(*(t.to(where) for t in rows)), None
+        return map_tensors(lambda t: t.to(where), rows), None
     joined = {int(name.split(".")[1]) for name in tensors if name.startswith("start.")}
-    starts = {r: Device(*(tensors[f"start.{r}.{f}"].to(where) for f in Device._fields)) for r in joined}
-    devices, sparse = sparse_states(starts[0], setup.devices, setup.nu_shape, setup.store, setup.store_folder)
+    starts = {r: _tree(tensors, f"start.{r}", one, where) for r in joined}
+    devices, sparse = sparse_states(
+        starts[0], setup.devices, setup.nu_shape, setup.store, setup.store_folder, setup.shelf.one_hot
+    )
     index = tensors["there"]
-    for kept, behind, had in zip((*devices, sparse.nu), sparse.maps, (*rows, tensors["nu"]), strict=True):
-        put_rows(kept, behind, index.tolist(), had)
+    all_kept, had = (*leaves(devices), sparse.nu), (*leaves(rows), tensors["nu"])
+    for kept, behind, before in zip(all_kept, sparse.maps, had, strict=True):
+        put_rows(kept, behind, index.tolist(), before)
     sparse.there[index.numpy()] = True
     return devices, sparse._replace(starts=starts)
 
@@ -183,18 +192,15 @@ def _way_out(path: Path) -> str:
 
 def _tensors(state: State) -> dict[str, Tensor | Rows]:
     """What a checkpoint holds: of states that are sparse, the rows that are there."""
-    sparse, kept = state.sparse, {f"devices.{name}": t for name, t in state.devices._asdict().items()}
-    always = {
-        "server.theta": state.server.theta,
-        "server.c": state.server.c,
-        "active_rounds": torch.from_numpy(state.active_rounds),
-    }
+    sparse, kept = state.sparse, named_leaves(state.devices, "devices")
+    always: dict[str, Tensor | Rows] = {"active_rounds": torch.from_numpy(state.active_rounds)}
+    always |= named_leaves(state.server, "server")
     labels = {} if state.setup.supply is not None else {"targets": state.targets}
     if sparse is None:
         return always | labels | kept
     index = torch.from_numpy(sparse.there.nonzero()[0])
     rows = {name: Rows(t, index.to(t.device)) for name, t in (kept | {"nu": sparse.nu}).items()}
-    starts = {f"start.{r}.{name}": t for r, one in sparse.starts.items() for name, t in one._asdict().items()}
+    starts = {name: t for r, one in sparse.starts.items() for name, t in named_leaves(one, f"start.{r}").items()}
     return always | labels | rows | starts | {"there": index}
 
 

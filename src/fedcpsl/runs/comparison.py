@@ -1,15 +1,24 @@
 """Many runs side by side: algorithms or settings over seeds. Every run keeps its own folder."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from itertools import product
 from math import sqrt
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedcpsl.config import Config, read_config, setting, to_toml, with_settings
+from fedcpsl.config import (
+    Config,
+    algorithm_settings,
+    other_algorithm_settings,
+    read_config,
+    setting,
+    to_toml,
+    with_settings,
+)
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.runs import folder as files
 from fedcpsl.runs.files import new_folder, parse_json, read_json, sha256_of, to_json, write_whole
@@ -38,18 +47,30 @@ class Plan(NamedTuple):
 Interval = dict[str, float | None]  # mean over seeds, and half_width of its 95 % interval (None from one seed)
 
 
-def compare_plan(base: Config, algorithms: Sequence[str], seeds: int, reach: Sequence[float]) -> Plan:
-    """Algorithms beside each other; the first is what the others are compared with."""
-    from fedcpsl.algorithms import find_algorithm
+def compare_plan(
+    base: Config,
+    algorithms: Sequence[str],
+    seeds: int,
+    reach: Sequence[float],
+    own: Mapping[str, Any] = MappingProxyType({}),
+) -> Plan:
+    """Algorithms beside each other; the first is what the others are compared with.
+
+    `own` are settings that only some of them have: each gets those that it has.
+    """
+    from fedcpsl.algorithms import traits_of
 
     twice = [name for i, name in enumerate(algorithms) if name in algorithms[:i]]
     if twice:
         raise InputError(f"--algorithms: {twice[0]!r} stands there twice")
     cases = []
     for name in algorithms:
-        parts = find_algorithm(name)[1]
-        everyone = {"work.active": AUTO} if parts.everyone else {}
-        cases.append(Case(name, {"algorithm.name": name} | everyone))
+        everyone = {"work.active": AUTO} if traits_of(name).everyone else {}
+        has = {f"algorithm.{f.name}" for f in fields(algorithm_settings(name))}
+        cases.append(Case(name, {"algorithm.name": name} | everyone | {k: v for k, v in own.items() if k in has}))
+    nobody = [key for key in own if not any(key in case.settings for case in cases)]
+    if nobody:
+        raise InputError(f"{nobody[0]}: none of these algorithms has such a setting; leave it out")
     return _plan("compare", base, cases, seeds, reach)
 
 
@@ -103,9 +124,12 @@ def full_name(key: str) -> str:
     if "." in key:
         setting(*key.split(".", 1))
         return key
-    owners = [section for section in asdict(Config()) if key in asdict(Config())[section]]
+    sections = {section: list(values) for section, values in asdict(Config()).items()}
+    others = [f.name for kind in other_algorithm_settings() for f in fields(kind)]
+    sections["algorithm"] = list(dict.fromkeys([*sections["algorithm"], *others]))
+    owners = [section for section, names in sections.items() if key in names]
     if not owners:
-        known = [name for section in asdict(Config()).values() for name in section]
+        known = [name for names in sections.values() for name in names]
         raise InputError(f"--grid {key}: no such setting; {did_you_mean(key, known)}")
     if len(owners) > 1:
         raise InputError(f"--grid {key}: in several sections; give {' or '.join(f'{o}.{key}' for o in owners)}")

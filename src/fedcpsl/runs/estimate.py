@@ -128,7 +128,7 @@ def paced(setup: Setup, steps: Sequence[int], *, gaps: bool) -> tuple[Pace, tupl
 
 
 def _active(setup: Setup) -> int:
-    return setup.devices if setup.method.parts.everyone else setup.work.active
+    return setup.devices if setup.method.traits.everyone else setup.work.active
 
 
 def steps_by_round(setup: Setup) -> list[int]:
@@ -142,9 +142,9 @@ def steps_by_round(setup: Setup) -> list[int]:
 
 def _steps_of(setup: Setup, round: int) -> int:
     roster = setup.roster(round)
-    everybody = round >= setup.rounds or setup.method.parts.everyone
+    everybody = round >= setup.rounds or setup.method.traits.everyone
     active = roster.tolist() if everybody else draw_active(setup.seed, round, roster, setup.work.active)
-    unlabelled = setup.method.parts.unlabelled
+    unlabelled = setup.method.traits.unlabelled
     return sum(draw_steps(setup.seed, round, device, setup.sizes, setup.work, unlabelled) for device in active)
 
 
@@ -205,7 +205,7 @@ def _grows(setup: Setup) -> int:
 
 def _ever_active(setup: Setup) -> float:
     """The share of devices that take part at least once, on average."""
-    if setup.method.parts.everyone or setup.personal_rounds:
+    if setup.method.traits.everyone or setup.personal_rounds:
         return 1.0
     return float(1 - (1 - setup.work.active / setup.devices) ** setup.rounds)
 
@@ -216,7 +216,7 @@ def folder_bytes(experiment: Experiment) -> int:
     share = _ever_active(setup) if setup.sparse else 1.0
     labels = 0 if setup.supply is not None else setup.shelf.one_hot.numel() * parameters.element_size()
     checkpoint = share * setup.state_bytes + labels + 2 * parameters.numel() * parameters.element_size()
-    personal = setup.devices * share if setup.kept_method.parts.personal else 0
+    personal = setup.devices * share if setup.kept_method.traits.personal else 0
     models = (1 + personal) * parameters.numel() * parameters.element_size()
     on_disk = share * setup.state_bytes if setup.store == "disk" else 0
     return int(KEPT * checkpoint + checkpoint + models + on_disk)  # a checkpoint is whole before an old one goes

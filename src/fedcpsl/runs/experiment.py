@@ -32,9 +32,10 @@ from fedcpsl.simulation import Setup, State, prepare, simulate_together
 from fedcpsl.simulation.memory import slots_that_fit
 from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.rounds import settle
-from fedcpsl.simulation.setup import choose_eta, choose_eta_lc
+from fedcpsl.simulation.setup import choose_eta
 from fedcpsl.simulation.stock import choose_tested_count
 from fedcpsl.simulation.timing import Layout, fastest, laid_out
+from fedcpsl.theory import applies
 
 SAVED_AT_ONCE = 8  # runs; each has a tensor or two of its own in memory
 
@@ -80,13 +81,13 @@ def build(config: Config, source: Source | None = None, beside: Sequence[Experim
     other = neighbour.setup if neighbour else None
     setup = prepare(federation, model, config.algorithm, config.work, config.run, beside=other)
     setup = _as_beside(setup, other, config.run) if other else fastest(setup, config.run)
-    switches = ("unlabelled", "personal", "control_variates", "momentum", "normalised")
-    parts = {name: getattr(setup.kept_method.parts, name) for name in switches}
-    if config.run.gaps and setup.method.parts.alone:
+    if config.run.gaps and setup.method.traits.alone:
         raise InputError(f"run.gaps = true: {config.algorithm.name} has no server whose gap to measure; give false")
+    if config.run.gaps and not applies(setup.method):
+        raise InputError(f"run.gaps = true: the theory does not speak of {config.algorithm.name}; give false")
     if config.run.gaps and setup.supply is not None:
         raise InputError("run.gaps = true: gaps need the samples of all devices at a time; give false for these")
-    algorithm = replace(config.algorithm, eta_lc=choose_eta_lc(config.algorithm, eta), **parts)
+    algorithm = setup.algorithm.decided(config.algorithm, setup.kept_method, eta)
     where = setup.shelf.where.type if world()[1] > 1 else str(setup.shelf.where)  # ranks choose their own GPUs
     run = replace(
         config.run,

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedcpsl.algorithm import optional
 from fedcpsl.data.scaling import Scaling
 from fedcpsl.evaluation import Evaluation
 from fedcpsl.network import Network
@@ -21,14 +22,15 @@ from fedcpsl.simulation import State
 
 def save_models(folder: Path, state: State, scaling: Scaling | None) -> None:
     """models.safetensors: every model under the network's own names, beta, and how inputs are normalised."""
-    network = state.setup.method.network
-    alone = state.setup.method.parts.alone
-    models = {} if alone else {f"global/{name}": t for name, t in network.named(state.server.theta).items()}
-    if state.setup.kept_method.parts.personal:
-        for i in range(state.setup.devices) if state.sparse is None else np.flatnonzero(state.sparse.there).tolist():
-            named = network.named(state.devices.theta_lc[i])
-            models |= {f"device{i}/localized/{name}": t for name, t in named.items()}
-        models["beta"] = state.setup.hyper.beta
+    setup, method = state.setup, state.setup.kept_method
+    network, general = method.network, setup.algorithm.general_model(method, state.server)
+    models = {} if general is None else {f"global/{name}": t for name, t in network.named(general).items()}
+    if method.traits.personal:
+        for i in range(setup.devices) if state.sparse is None else np.flatnonzero(state.sparse.there).tolist():
+            own = setup.algorithm.own_model(method, state.device(i))
+            assert own is not None
+            models |= {f"device{i}/localized/{name}": t for name, t in network.named(own).items()}
+        models |= {name: getattr(setup.hyper, name) for name in optional(setup.algorithm, "PREDICTS_WITH") or ()}
     models |= {f"fixed/{name}": t for name, t in fixed_tensors(network).items()}
     if scaling:
         models |= {"input/shift": torch.from_numpy(scaling.shift), "input/scale": torch.from_numpy(scaling.scale)}

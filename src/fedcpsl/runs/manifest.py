@@ -35,7 +35,7 @@ def make_manifest(setup: Setup, federation: Federation | OnDemand, company: Sequ
         "input_shape": list(federation.shape),
         "features": list(federation.features),
         "parameters": setup.method.network.initial.numel(),
-        "gradients_per_step": setup.method.parts.gradients_per_step,
+        "gradients_per_step": setup.method.traits.gradients_per_step,
         "layout": {
             "executor": setup.executor,
             "slots": setup.slots,

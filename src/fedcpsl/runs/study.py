@@ -208,7 +208,7 @@ def _base(study: Study, dataset: str) -> Config:
 def _case(base: Config, settings: Settings) -> Case:
     """Settings that differ from the base, and a name made of them: the same case has the same name in every study."""
     of = asdict(base)
-    differ = {k: v for k, v in settings.items() if of[k.split(".")[0]][k.split(".")[1]] != v}
+    differ = {k: v for k, v in settings.items() if of[k.split(".")[0]].get(k.split(".")[1]) != v}
     algorithm = settings.get("algorithm.name", base.algorithm.name)
     rest = [f"{_short(key)}={_text(differ[key])}" for key in sorted(differ) if key != "algorithm.name"]
     return Case("_".join([algorithm, *rest]), differ)

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedcpsl.algorithm import Hyper, Local, map_tensors
 from fedcpsl.problem import Samples
 from fedcpsl.simulation.executors import LocalSteps, Program, steps_one_by_one, stretches
 from fedcpsl.simulation.feed import Feed, taken
 from fedcpsl.simulation.slots import Ground
+from fedcpsl.trees import Tree, map_tensors
 
 WASTE = 1.3  # a stretch runs at most so many times the slots that need it
 WARM_UPS = 3  # of a step, before it is captured: libraries choose their algorithms then
@@ -26,8 +26,8 @@ IN_A_ROW = 8  # steps of a longer graph: they gather their samples at once and s
 class Stage(NamedTuple):
     """The buffers of up to so many slots and steps, and the graphs that work on them, by width and steps."""
 
-    local: Local
-    hyper: Hyper
+    local: Tree
+    hyper: Tree
     feed: Feed  # rows, inputs and keys are [steps, slots, batch]
     step: Tensor  # [1]: the number of the next step
     graphs: dict[tuple[int, int], Any]
@@ -46,7 +46,7 @@ def captured_steps() -> LocalSteps:
     refused: dict[Any, str] = {}
     memory = torch.cuda.graph_pool_handle()  # one for all graphs: no two replay at a time
 
-    def take(program: Program, hyper: Hyper, local: Local, feed: Feed, counts: Sequence[int]) -> Local:
+    def take(program: Program, hyper: Tree, local: Tree, feed: Feed, counts: Sequence[int]) -> Tree:
         if program.key in refused or feed.partner is not None:
             return steps_one_by_one(program, hyper, local, feed, counts)
         stage = stages.get(program.key)
@@ -85,21 +85,21 @@ def _replays(stage: Stage, counts: Sequence[int]) -> Iterator[tuple[tuple[int, i
             yield (width, 1), running
 
 
-def _replay(stage: Stage, counts: Sequence[int]) -> Local:
+def _replay(stage: Stage, counts: Sequence[int]) -> Tree:
     """The steps of a stage that was filled; slots that are done are set aside before others go on."""
-    done: list[Local] = []
+    done: list[Tree] = []
     left = len(counts)
     for size, running in _replays(stage, counts):
         if running < left:
             done.insert(0, map_tensors(lambda t, a=running, b=left: t[a:b].clone(), stage.local))
         left = running
         stage.graphs[size].replay()
-    first: Local = map_tensors(lambda t: t[:left].clone(), stage.local)
-    together: Local = map_tensors(lambda *pieces: torch.cat(pieces), first, *done) if done else first
+    first = map_tensors(lambda t: t[:left].clone(), stage.local)
+    together: Tree = map_tensors(lambda *pieces: torch.cat(pieces), first, *done) if done else first
     return together
 
 
-def _room_for(local: Local, hyper: Hyper, feed: Feed, smaller: Stage | None) -> Stage:
+def _room_for(local: Tree, hyper: Tree, feed: Feed, smaller: Stage | None) -> Stage:
     """A stage that is large enough, also for what the one that it replaces held."""
     steps, slots, _ = feed.rows.shape
     if smaller:
@@ -129,7 +129,7 @@ def _room_for(local: Local, hyper: Hyper, feed: Feed, smaller: Stage | None) -> 
     )
 
 
-def _fill(stage: Stage, hyper: Hyper, local: Local, feed: Feed) -> None:
+def _fill(stage: Stage, hyper: Tree, local: Tree, feed: Feed) -> None:
     """What a round begins with, in the stage's first slots."""
     slots, steps = len(feed.labelled), len(feed.rows)
     for mine, given in ((stage.local, local), (stage.hyper, hyper)):
@@ -148,13 +148,13 @@ def _capture(program: Program, stage: Stage, width: int, steps: int, memory: Any
 
     def take_steps() -> None:
         # new objects, so that whatever depends on them is computed inside the graph and not remembered from before
-        hyper: Hyper = map_tensors(lambda t: t[:width], stage.hyper)
-        local: Local = map_tensors(lambda t: t[:width], stage.local)
-        costs = local.costs
+        hyper: Tree = map_tensors(lambda t: t[:width], stage.hyper)
+        local: Tree = map_tensors(lambda t: t[:width], stage.local)
+        begun = local
         ahead = stage.step + torch.arange(steps, device=stage.step.device)
         for samples in _samples(program.ground, stage.feed.of_slots(slice(0, width)), ahead):
             local = program.algorithm.step(program.method, hyper, local, samples)
-        costs.copy_(local.costs)
+        map_tensors(_settle, begun, local)
         stage.step.add_(steps)
 
     beside = torch.cuda.Stream()
@@ -169,6 +169,12 @@ def _capture(program: Program, stage: Stage, width: int, steps: int, memory: Any
     with torch.cuda.graph(graph, pool=memory):
         take_steps()
     return graph
+
+
+def _settle(buffer: Tensor, value: Tensor) -> None:
+    """Have the stage's own buffer hold what a step returned, where it did not work in place."""
+    if value.data_ptr() != buffer.data_ptr() or value.shape != buffer.shape:
+        buffer.copy_(value)
 
 
 def _samples(ground: Ground, feed: Feed, steps: Tensor) -> Iterator[Samples]:

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedcpsl.algorithm import Algorithm, Device, Hyper, Local, Method, Upload, map_tensors
+from fedcpsl.algorithm import Algorithm, Method, alike, merged_method
 from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation.feed import Feed, feed_of, minibatches
 from fedcpsl.simulation.labels import renew_labels
 from fedcpsl.simulation.setup import Setup
 from fedcpsl.simulation.slots import Ask, Ground, Slot, hyper_of, states_of
 from fedcpsl.simulation.transfer import sent
+from fedcpsl.trees import Tree, leaves, map_tensors
 
 
 class Program(NamedTuple):
@@ -34,13 +35,13 @@ class Finished(NamedTuple):
 
     run: int
     group: list[DeviceRound]
-    device: Device
-    upload: Upload
-    costs: Tensor  # [devices, 1 or 2]: mean f_i and F_i over the steps
+    device: Tree
+    upload: Tree
+    costs: Tensor  # [devices, models]: means over the steps
     fine: Tensor  # [devices]: whether all of it is finite
 
 
-LocalSteps = Callable[[Program, Hyper, Local, Feed, Sequence[int]], Local]
+LocalSteps = Callable[[Program, Tree, Tree, Feed, Sequence[int]], Tree]
 LocalRounds = Callable[[Sequence[Ask], Ground], Iterator[Finished]]
 
 
@@ -64,9 +65,8 @@ def groups(asks: Sequence[Ask], ground: Ground) -> Iterator[tuple[Program, list[
         setup = slots[0].ask.setup
         most = min((slot.ask.setup.slots or len(slots)) for slot in slots) if setup.vectorised else 1
         for piece in _even_pieces(len(slots), most):
-            method = _method_for_all(slots if setup.vectorised else slots[piece])
-            merged = (*key, method.parts.control_variates, method.parts.momentum)
-            yield Program(merged, setup.algorithm, method, ground), slots[piece]
+            method = merged_method(setup.algorithm, [s.ask.setup.method_of(s.task) for s in slots[piece]])
+            yield Program((*key, method.rules), setup.algorithm, method, ground), slots[piece]
 
 
 def _program_key(setup: Setup, task: DeviceRound) -> tuple[Any, ...]:
@@ -76,20 +76,10 @@ def _program_key(setup: Setup, task: DeviceRound) -> tuple[Any, ...]:
         id(method.network.module),
         setup.vectorised,
         setup.algorithm,
-        method.costs,
-        method.parts.personal,
-        method.parts.alone,
+        alike(setup.algorithm, method),
         method.personal_round,
         setup.batch_widths,
     )
-
-
-def _method_for_all(slots: Sequence[Slot]) -> Method:
-    """The first one's method, with control variates and momentum if any has them: those of the others are zero."""
-    method = slots[0].ask.setup.method_of(slots[0].task)
-    parts = [slot.ask.setup.method.parts for slot in slots]
-    some = {name: any(getattr(each, name) for each in parts) for name in ("control_variates", "momentum")}
-    return method._replace(parts=method.parts._replace(**some))
 
 
 def _even_pieces(count: int, most: int) -> Iterator[slice]:
@@ -101,9 +91,9 @@ def _even_pieces(count: int, most: int) -> Iterator[slice]:
 
 def _one(program: Program, slot: Slot) -> Finished:
     task, algorithm, method = slot.task, program.algorithm, program.method
-    hyper: Hyper = map_tensors(lambda t: t[0], hyper_of([slot]))
-    device: Device = map_tensors(lambda t: t[task.device].to(hyper.eta.device, copy=True), slot.ask.devices)
-    broadcast = slot.ask.broadcast
+    hyper, where = map_tensors(lambda t: t[0], hyper_of([slot])), slot.ask.setup.shelf.where
+    device = map_tensors(lambda t: t[task.device].to(where, copy=True), slot.ask.devices)
+    broadcast = slot.ask.told(task.device)
     feed = feed_of([slot], program.ground).of_slots(0)
     local = algorithm.begin(method, hyper, broadcast, device)
     for samples in minibatches(program.ground, feed, range(task.steps)):
@@ -111,7 +101,7 @@ def _one(program: Program, slot: Slot) -> Finished:
     steps = sent(task.steps, feed.rows.device)
     device, upload = algorithm.finish(method, hyper, broadcast, device, local, steps)
     device, upload = (map_tensors(lambda t: t[None], state) for state in (device, upload))
-    costs = local.costs[None] / task.steps
+    costs = algorithm.costs(local)[None] / task.steps
     return Finished(slot.run, [task], device, upload, costs, all_finite(device, upload, costs))
 
 
@@ -120,14 +110,14 @@ def _side_by_side(program: Program, group: Sequence[Slot], take_steps: LocalStep
     algorithm, method = program.algorithm, program.method
     longest_first = sorted(group, key=lambda slot: -slot.task.steps)
     hyper, feed = hyper_of(longest_first), feed_of(longest_first, program.ground)
-    device, broadcast = states_of(longest_first, method)
+    device, broadcast = states_of(longest_first)
     local = algorithm.begin(method, hyper, broadcast, device)
     counts = [slot.task.steps for slot in longest_first]
     local = take_steps(program, hyper, local, feed, counts)
     steps = sent(counts, feed.rows.device)
     device, upload = algorithm.finish(method, hyper, broadcast, device, local, steps)
     position = {(slot.run, slot.task.device): i for i, slot in enumerate(longest_first)}
-    costs = local.costs / steps[:, None]
+    costs = algorithm.costs(local) / steps[:, None]
     order = [position[slot.run, slot.task.device] for slot in group]
     if order != sorted(order):
         back = sent(order, feed.rows.device)
@@ -136,33 +126,46 @@ def _side_by_side(program: Program, group: Sequence[Slot], take_steps: LocalStep
     for run, slots in groupby(range(len(group)), key=lambda i: group[i].run):
         first, *_, last = *(own := list(slots)), own[-1]
         mine = slice(first, last + 1)
-        kept: Device = map_tensors(lambda t, i=mine: t[i], device)
-        had = group[first].ask.devices
-        kept = Device(*(new if old.numel() else new[:, :0] for new, old in zip(kept, had, strict=True)))
-        uploads: Upload = map_tensors(lambda t, i=mine: t[i], upload)
+        had = group[first].ask.devices  # where a run lacks what others have, it keeps nothing of it
+        kept = map_tensors(lambda t, old, i=mine: t[i] if old.numel() else t[i][:, :0], device, had)
+        uploads = map_tensors(lambda t, i=mine: t[i], upload)
         yield Finished(run, [slot.task for slot in group[mine]], kept, uploads, costs[mine], fine[mine])
 
 
-def all_finite(device: Device, upload: Upload, costs: Tensor) -> Tensor:
+def example_of(ask: Ask, method: Method) -> tuple[Tree, Tree, Tensor]:
+    """What a device of a run leaves behind, by its shapes: what it keeps, its upload and its costs."""
+    setup = ask.setup
+    hyper = map_tensors(lambda t: t[0], setup.hyper)
+    device = map_tensors(lambda t: t[0].to(setup.shelf.where), ask.devices)
+    told = ask.broadcast if ask.rows is None else map_tensors(lambda t: t[0], ask.broadcast)
+    local = setup.algorithm.begin(method, hyper, told, device)
+    steps = torch.ones((), dtype=torch.int64, device=setup.shelf.where)
+    kept, upload = setup.algorithm.finish(method, hyper, told, device, local, steps)
+    return kept, upload, setup.algorithm.costs(local)
+
+
+def all_finite(device: Tree, upload: Tree, costs: Tensor) -> Tensor:
     """Whether every number of each device is finite, [devices]; the largest tells, in one pass."""
-    parts = [part for part in (costs, upload.delta, device.theta_lc) if part.numel()]
-    if not costs.is_cuda and all(part.sum(-1).isfinite().all() for part in parts):  # a CPU adds far faster
+    numbers = [t for t in (costs, *leaves(upload), *leaves(device)) if t.numel() and t.is_floating_point()]
+    flat = [t.flatten(1) if t.dim() > 1 else t[:, None] for t in numbers]
+    if not costs.is_cuda and all(t.sum(-1).isfinite().all() for t in flat):  # a CPU adds far faster
         return torch.ones(len(costs), dtype=torch.bool)
-    return torch.stack([torch.linalg.vector_norm(part, torch.inf, -1).isfinite() for part in parts]).all(0)
+    return torch.stack([torch.linalg.vector_norm(t, torch.inf, -1).isfinite() for t in flat]).all(0)
 
 
-def steps_one_by_one(program: Program, hyper: Hyper, local: Local, feed: Feed, counts: Sequence[int]) -> Local:
+def steps_one_by_one(program: Program, hyper: Tree, local: Tree, feed: Feed, counts: Sequence[int]) -> Tree:
     """The local steps of all slots, `counts` largest first: those that are done drop off the end, so none is wasted."""
-    done: list[Local] = []
+    done: list[Tree] = []
+    left = len(counts)
     for steps, slots in stretches(counts):
-        if slots < len(local.costs):
+        if slots < left:
             done.insert(0, map_tensors(lambda t, n=slots: t[n:], local))
             local = map_tensors(lambda t, n=slots: t[:n], local)
-        running: Hyper = map_tensors(lambda t, n=slots: t[:n], hyper)
+        left = slots
+        running = map_tensors(lambda t, n=slots: t[:n], hyper)
         for samples in minibatches(program.ground, feed.of_slots(slice(0, slots)), steps):
             local = program.algorithm.step(program.method, running, local, samples)
-    together: Local = map_tensors(lambda *pieces: torch.cat(pieces), local, *done) if done else local
-    return together
+    return map_tensors(lambda *pieces: torch.cat(pieces), local, *done) if done else local
 
 
 def stretches(steps: Sequence[int]) -> Iterator[tuple[range, int]]:

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedcpsl.algorithm import optional
 from fedcpsl.problem import Samples
 from fedcpsl.simulation.shelf import normalise
 from fedcpsl.simulation.slots import Ground, Slot
@@ -84,7 +85,7 @@ def feed_of(slots: Sequence[Slot], ground: Ground) -> Feed:
         shift,
         scale,
     )
-    if not slots[0].task.personal:
+    if not slots[0].task.personal or optional(setup.algorithm, "partner") is None:
         return feed
     partner, first = _partners(slots)
     starts = np.array([slot.ask.first_row + slot.ask.setup.shelf.start[slot.task.device] for slot in slots])
@@ -112,7 +113,8 @@ def _partners(slots: Sequence[Slot]) -> tuple[Tensor, NDArray[np.int64]]:
     pieces, first, begun = [], [], 0
     with torch.no_grad():
         for slot in slots:
-            setup, theta = slot.ask.setup, slot.ask.broadcast.theta
+            setup = slot.ask.setup
+            theta = optional(setup.algorithm, "partner")(slot.ask.told(slot.task.device))
             first.append(begun)
             for some in setup.shelf.x(setup.shelf.all_rows(slot.task.device)).split(ROWS_AT_ONCE):
                 pieces.append(setup.method.network.log_probabilities(theta, some))

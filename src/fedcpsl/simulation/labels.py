@@ -7,11 +7,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedcpsl.algorithm import Hyper, map_tensors
+from fedcpsl.algorithm import alike, optional
 from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation.feed import scaling_of, taken
 from fedcpsl.simulation.slots import Ask, Ground, Slot, hyper_of, states_of
 from fedcpsl.simulation.transfer import sent
+from fedcpsl.trees import map_tensors
 
 ROWS_AT_ONCE = 4096  # of one device
 ROWS_TOGETHER = 1 << 17  # of many devices side by side on an accelerator
@@ -24,8 +25,8 @@ def renew_labels(asks: Sequence[Ask], ground: Ground) -> None:
         method = ask.setup.method
         for task in ask.plan:
             if is_due(ask, task):
-                together = ask.setup.vectorised and ground.targets.is_cuda and method.pseudo_labels == "closed_form"
-                key = (id(method.network.module), method.parts.alone, method.parts.personal, method.labels_from)
+                together = ask.setup.vectorised and ground.targets.is_cuda
+                key = (id(method.network.module), ask.setup.algorithm, alike(ask.setup.algorithm, method))
                 due.setdefault(key if together else (run, task.device), []).append(Slot(run, ask, task))
     for slots in due.values():
         if len(slots) == 1:
@@ -36,27 +37,21 @@ def renew_labels(asks: Sequence[Ask], ground: Ground) -> None:
 
 def is_due(ask: Ask, task: DeviceRound) -> bool:
     """Whether a device renews its pseudo-labels in a round."""
-    unlabelled = ask.setup.sizes.unlabelled[task.device] > 0
-    return bool(ask.setup.method.parts.unlabelled and task.relabels and not task.warming and unlabelled)
+    labels = ask.setup.method.traits.unlabelled and optional(ask.setup.algorithm, "relabel")
+    return bool(labels and task.relabels and not task.warming and ask.setup.sizes.unlabelled[task.device] > 0)
 
 
 def _renew_one(slot: Slot, ground: Ground) -> None:
     setup, device = slot.ask.setup, slot.task.device
     rows = setup.shelf.unlabelled_rows(device)
     kept = map_tensors(lambda t: t[device].to(ground.targets.device), slot.ask.devices)
-    hyper: Hyper = map_tensors(lambda t: t[0], hyper_of([slot]))
+    hyper, count = map_tensors(lambda t: t[0], hyper_of([slot])), sent(rows.stop - rows.start, ground.targets.device)
     for first in range(rows.start, rows.stop, ROWS_AT_ONCE):
         last = min(first + ROWS_AT_ONCE, rows.stop)
         nu = ground.targets[slot.ask.first_row + first : slot.ask.first_row + last]
         nu.copy_(
-            setup.algorithm.relabel(
-                setup.method,
-                hyper,
-                slot.ask.broadcast,
-                kept,
-                setup.shelf.x(slice(first, last)),
-                nu,
-                rows.stop - rows.start,
+            optional(setup.algorithm, "relabel")(
+                setup.method, hyper, slot.ask.told(device), kept, setup.shelf.x(slice(first, last)), nu, count
             )
         )
 
@@ -77,14 +72,16 @@ def _renew_together(slots: Sequence[Slot], ground: Ground) -> None:
 def _renew_block(slots: Sequence[Slot], ground: Ground, first: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
     """Some rows of every slot, `counts` from `first` on: its own last one again where it has fewer than the others."""
     setup, width = slots[0].ask.setup, int(counts.max())
-    device, broadcast = states_of(slots, setup.method)
+    device, broadcast = states_of(slots)
+    all_of_each = sent([_rows(slot).stop - _rows(slot).start for slot in slots], ground.targets.device)
     begin, own, before = sent(np.stack([first, counts, counts.cumsum() - counts]), ground.targets.device)
     along = torch.arange(width, device=begin.device)
     flat = (begin[:, None] + torch.minimum(along, own[:, None] - 1)).flatten()
     shape = (len(slots), width)
     x = taken(ground.raw, ground.source.index_select(0, flat), shape, *scaling_of(slots))
     nu = ground.targets.index_select(0, flat).view(*shape, -1)
-    renewed = setup.algorithm.relabel(setup.method, hyper_of(slots), broadcast, device, x, nu, width)
+    relabel = optional(setup.algorithm, "relabel")
+    renewed = relabel(setup.method, hyper_of(slots), broadcast, device, x, nu, all_of_each)
     total = int(counts.sum())  # known here, so that the host need not wait to be told
     slot = torch.repeat_interleave(torch.arange(len(slots), device=begin.device), own, output_size=total)
     real = slot * width + torch.arange(total, device=begin.device) - before[slot]

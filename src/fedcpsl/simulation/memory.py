@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from fedcpsl.algorithm import Device, map_tensors
 from fedcpsl.schedule import draw_tasks
 from fedcpsl.simulation.executors import local_rounds
 from fedcpsl.simulation.setup import Setup
-from fedcpsl.simulation.slots import Ask, ground_of
+from fedcpsl.simulation.slots import Ask, ground_of, told_to
 from fedcpsl.simulation.store import free_bytes
+from fedcpsl.trees import bytes_of, map_tensors
 
 SHARE = 0.6  # of the free memory that is planned with
 COPIES = 3  # of what one step needs: as captured, as begun and as finished
@@ -22,7 +21,7 @@ def runs_that_fit(setup: Setup) -> int:
     """How many runs like this one can be held at a time."""
     if setup.supply is not None:
         return 1  # its shelf is filled anew for every round
-    shelf, parameters = setup.shelf, setup.method.network.initial
+    shelf = setup.shelf
     held = [
         shelf.source,
         shelf.one_hot,
@@ -32,8 +31,8 @@ def runs_that_fit(setup: Setup) -> int:
         *shelf.test[:3],
         *shelf.validation[:3],
     ]
-    kept = 0 if setup.sparse else len(Device._fields) * setup.devices * _bytes(parameters)
-    return max(1, int(SHARE * free_bytes(shelf.where) / (kept + sum(map(_bytes, held)))))
+    kept = 0 if setup.sparse else setup.devices * setup.device_bytes
+    return max(1, int(SHARE * free_bytes(shelf.where) / max(kept + sum(map(bytes_of, held)), 1)))
 
 
 def slots_that_fit(setups: Sequence[Setup]) -> int:
@@ -44,13 +43,13 @@ def slots_that_fit(setups: Sequence[Setup]) -> int:
     setup = setups[0]
     if not setup.vectorised:
         return 0
-    needed = sum(s.devices if s.method.parts.everyone or s.personal_rounds else s.work.active for s in setups)
+    needed = sum(s.devices if s.method.traits.everyone or s.personal_rounds else s.work.active for s in setups)
     if setup.shelf.where.type == "cuda":
-        largest = max(setups, key=lambda s: s.method.parts.momentum + s.method.parts.control_variates)
+        largest = max(setups, key=lambda s: s.device_bytes)
         most = int(SHARE * free_bytes(setup.shelf.where) / (COPIES * max(bytes_per_slot(largest), 1)))
     else:
         needed = -(-needed // setup.processes)
-        most = CACHES // (STATES_OF_SLOT * _bytes(setup.method.network.initial))
+        most = CACHES // (STATES_OF_SLOT * bytes_of(setup.method.network.initial))
     return 0 if needed <= max(1, most) else max(1, most)
 
 
@@ -68,15 +67,13 @@ def bytes_per_slot(setup: Setup) -> int:
 def _take_one_step(setup: Setup, count: int) -> None:
     """One step of the first devices, thrown away."""
     one = setup.work._replace(unit="steps", amount=1)
-    dropout, unlabelled = setup.method.network.has_dropout, setup.method.parts.unlabelled
+    dropout, unlabelled = setup.method.network.has_dropout, setup.method.traits.unlabelled
     plan = draw_tasks(setup.seed, 0, range(count), setup.sizes, one, unlabelled=unlabelled, dropout=dropout)
     plan = [task._replace(relabels=False) for task in plan if task.steps]
-    broadcast = setup.algorithm.broadcast(setup.algorithm.init_server(setup.method))
-    kept = setup.algorithm.init_device(setup.kept_method, broadcast)
-    devices: Device = map_tensors(lambda t: t.expand(count, -1).clone(), kept)
-    for _ in local_rounds([Ask(setup, plan, devices, broadcast)], ground_of(setup.shelf, setup.shelf.one_hot)):
+    server = setup.first_server()
+    kept, (broadcast, rows) = setup.first_device(server), told_to(setup, server, range(count))
+    devices = map_tensors(lambda t: t.expand(count, *t.shape).clone(), kept)
+    for _ in local_rounds(
+        [Ask(setup, plan, devices, broadcast, rows=rows)], ground_of(setup.shelf, setup.shelf.one_hot)
+    ):
         pass
-
-
-def _bytes(t: Tensor) -> int:
-    return t.numel() * t.element_size()

@@ -6,15 +6,16 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from fedcpsl.algorithm import Broadcast, Sum
+from fedcpsl.algorithm import Roster, optional
 from fedcpsl.errors import InputError
 from fedcpsl.schedule import DeviceRound, draw_active, draw_tasks
 from fedcpsl.simulation.executors import Finished, LocalRounds, local_rounds
 from fedcpsl.simulation.setup import Setup
-from fedcpsl.simulation.slots import Ask, Ground, common_ground, ground_of
+from fedcpsl.simulation.slots import Ask, Ground, common_ground, ground_of, told_to
 from fedcpsl.simulation.state import COUNT_BYTES, Doubt, State, bring, give_up, initial_state
-from fedcpsl.simulation.tally import keep_and_count
+from fedcpsl.simulation.tally import Received, keep_and_count
 from fedcpsl.simulation.workers import shared_rounds
+from fedcpsl.trees import Tree, bytes_of, leaves, map_tensors
 
 SMALLER = "use a smaller algorithm.eta (or algorithm.alpha_p)"
 
@@ -38,10 +39,7 @@ def simulate_together(setups: Sequence[Setup], start: Sequence[State] | None = N
         yield states
     ground = common_ground([setup.shelf for setup in setups], [state.targets for state in states])
     first_rows = [0, *accumulate(len(state.targets) for state in states)]
-    asks = [
-        Ask(state.setup, (), state.devices, state.setup.algorithm.broadcast(state.server), first)
-        for state, first in zip(states, first_rows, strict=False)
-    ]
+    asks = [_largest(state, first) for state, first in zip(states, first_rows, strict=False)]
     with shared_rounds(asks, ground) as (devices, ground, run):
         pieces = ground.targets.split([len(state.targets) for state in states])
         states = [s._replace(devices=d, targets=t) for s, d, t in zip(states, devices, pieces, strict=True)]
@@ -65,7 +63,7 @@ def draw_plan(state: State) -> list[DeviceRound]:
     setup, round = state.setup, state.round
     roster = setup.roster(round)
     everybody = round >= setup.rounds
-    complete = everybody or setup.method.parts.everyone
+    complete = everybody or setup.method.traits.everyone
     active = roster.tolist() if complete else draw_active(setup.seed, round, roster, setup.work.active)
     plan = draw_tasks(
         setup.seed,
@@ -73,13 +71,15 @@ def draw_plan(state: State) -> list[DeviceRound]:
         active,
         setup.sizes,
         setup.work,
-        unlabelled=setup.method.parts.unlabelled,
+        unlabelled=setup.method.traits.unlabelled,
         dropout=setup.method.network.has_dropout,
     )
     if everybody:
         labels = setup.two_phase and round == setup.rounds  # nu is fixed, once every device has labelled at theta^R
         return [task._replace(personal=True, relabels=labels, lost=False) for task in plan]
-    return [task._replace(warming=bool(state.active_rounds[task.device] < setup.warm_up)) for task in plan]
+    return [
+        task._replace(warming=bool(state.active_rounds[task.device] < setup.method.traits.warm_up)) for task in plan
+    ]
 
 
 def next_state(state: State, plan: Sequence[DeviceRound], run: LocalRounds = local_rounds) -> State:
@@ -98,23 +98,19 @@ def next_states(
     states = [
         state if plan is None else bring(_admit_joiners(state), plan) for state, plan in zip(states, plans, strict=True)
     ]
-    asks = [  # a device that can do nothing changes nothing
-        Ask(
-            state.setup,
-            [task for task in plan or () if task.steps > 0],
-            state.devices,
-            state.setup.algorithm.broadcast(state.server),
-            first,
-            state.sparse,
-        )
-        for state, plan, first in zip(states, plans, first_rows, strict=False)
-    ]
+    asks = [_ask(state, plan or (), first) for state, plan, first in zip(states, plans, first_rows, strict=False)]
     all_finished = list(run(asks, ground))
     settle(states)  # the round before is done by now; whatever is not finite in this one is found in the next
-    totals: list[Sum | None] = [None] * len(states)
+    totals: list[Tree | None] = [None] * len(states)
+    ours = [False] * len(states)  # whether a total is memory of our own, to be added to in place
     for counted_in, counted in keep_and_count(states, asks, all_finished):
         before = totals[counted_in]
-        totals[counted_in] = counted if before is None else Sum(*map(torch.Tensor.add_, before, counted))
+        if isinstance(before, list):
+            counted = before + counted
+        elif before is not None:
+            add = torch.Tensor.add_ if ours[counted_in] else torch.add
+            counted, ours[counted_in] = map_tensors(add, before, counted), True
+        totals[counted_in] = counted
     after = []
     for run_number, (state, plan, ask, total) in enumerate(zip(states, plans, asks, totals, strict=True)):
         own = [finished for finished in all_finished if finished.run == run_number]
@@ -126,14 +122,17 @@ def next_states(
     return after
 
 
-def _after(state: State, plan: Sequence[DeviceRound], ask: Ask, total: Sum | None, own: Sequence[Finished]) -> State:
+def _after(state: State, plan: Sequence[DeviceRound], ask: Ask, total: Tree | None, own: Sequence[Finished]) -> State:
     """The state once the server has counted the round's uploads."""
     setup, server, working = state.setup, state.server, ask.plan
-    if total:
+    if isinstance(total, list):
+        server = optional(setup.algorithm, "receive")(setup.method, server, *_in_device_order(total))
+    elif total is not None:
         server = setup.algorithm.apply(setup.method, server, total, len(setup.roster(state.round)))
     active_rounds = state.active_rounds.copy()
     active_rounds[[task.device for task in working if not task.personal]] += 1
-    up, down = _traffic(setup, state.round, ask.broadcast)
+    told = ask.broadcast if ask.rows is None else map_tensors(lambda t: t[:1], ask.broadcast)
+    up, down = _traffic(setup, state.round, told, own)
     costs = {task.device: cost for each in own for task, cost in zip(each.group, each.costs.unbind(), strict=True)}
     return state._replace(
         round=state.round + 1,
@@ -143,8 +142,33 @@ def _after(state: State, plan: Sequence[DeviceRound], ask: Ask, total: Sum | Non
         uplink_bytes=state.uplink_bytes + len(working) * up,
         downlink_bytes=state.downlink_bytes + len(plan) * down,
         costs=costs,
-        lost=state.lost + (0 if setup.method.parts.alone else sum(task.lost for task in working)),
+        lost=state.lost + (0 if setup.method.traits.alone else sum(task.lost for task in working)),
     )
+
+
+def _in_device_order(received: Sequence[Received]) -> tuple[torch.Tensor, Tree, torch.Tensor]:
+    """Who sent, what, and their weights."""
+    devices = [device for each in received for device in each.devices]
+    order = sorted(range(len(devices)), key=devices.__getitem__)
+    upload = map_tensors(lambda *t: torch.cat(t)[order], *(each.upload for each in received))
+    omega = torch.cat([each.omega for each in received])[order]
+    return torch.tensor([devices[i] for i in order], device=omega.device), upload, omega
+
+
+def _ask(state: State, plan: Sequence[DeviceRound], first_row: int) -> Ask:
+    """What a run's devices work with in a round; one that can do nothing changes nothing."""
+    working = [task for task in plan if task.steps > 0]
+    broadcast, rows = told_to(state.setup, state.server, [task.device for task in working])
+    return Ask(state.setup, working, state.devices, broadcast, first_row, state.sparse, rows)
+
+
+def _largest(state: State, first_row: int) -> Ask:
+    """As large as a round's part of a run can become: for whoever must make room for it."""
+    setup = state.setup
+    everybody = setup.method.traits.everyone or setup.personal_rounds
+    most = range(setup.devices if everybody else min(setup.work.active, setup.devices))
+    broadcast, rows = told_to(setup, state.server, most)
+    return Ask(setup, (), state.devices, broadcast, first_row, rows=rows)
 
 
 def _in_doubt(
@@ -160,7 +184,7 @@ def _in_doubt(
             for name in names
         ]
         errors.append(f"the global model is no longer finite after round {state.round}; {SMALLER}")
-        flags += [*(finished.fine for finished in own), state.server.theta.isfinite().all()[None]]
+        flags += [*(finished.fine for finished in own), _is_finite(state.server)[None]]
         sizes.append(len(names) + 1)
     fine, known = torch.cat(flags), None
     if fine.is_cuda:
@@ -176,14 +200,18 @@ def _in_doubt(
     ]
 
 
-def _traffic(setup: Setup, round: int, broadcast: Broadcast) -> tuple[int, int]:
+def _is_finite(server: Tree) -> torch.Tensor:
+    return torch.stack([t.isfinite().all() for t in leaves(server) if t.numel()]).all()
+
+
+def _traffic(setup: Setup, round: int, broadcast: Tree, own: Sequence[Finished]) -> tuple[int, int]:
     """Bytes that one device sends and is sent in a round."""
-    if setup.method.parts.alone:
+    if setup.method.traits.alone:
         return 0, 0
-    theta = broadcast.theta.numel() * broadcast.theta.element_size()
     if round >= setup.rounds:
-        return 0, theta if round == setup.rounds else 0  # the last theta, once
-    return theta + COUNT_BYTES, _broadcast_bytes(broadcast)
+        return 0, bytes_of(setup.method.network.initial) if round == setup.rounds else 0  # the last theta, once
+    sent = bytes_of(map_tensors(lambda t: t[0], own[0].upload)) if own else 0
+    return sent, bytes_of(broadcast)
 
 
 def _admit_joiners(state: State) -> State:
@@ -192,20 +220,16 @@ def _admit_joiners(state: State) -> State:
     if not len(joiners):
         return state
     before, after = setup.roster(state.round - 1), setup.roster(state.round)
-    server = setup.algorithm.admit(setup.method, state.server, setup.samples_in(before), setup.samples_in(after))
-    broadcast = setup.algorithm.broadcast(server)
-    one = setup.algorithm.init_device(setup.kept_method, broadcast)
+    rosters = [Roster(len(devices), setup.samples_in(devices)) for devices in (before, after)]
+    server = setup.algorithm.admit(setup.method, state.server, *rosters)
+    broadcast, one = setup.sent_to(server, int(joiners[0])), setup.first_device(server, int(joiners[0]))
     if state.sparse:
         state = state._replace(sparse=state.sparse._replace(starts=state.sparse.starts | {state.round: one}))
     else:
-        for kept, fresh in zip(state.devices, one, strict=True):
+        for kept, fresh in zip(leaves(state.devices), leaves(one), strict=True):
             kept[torch.from_numpy(joiners).to(kept.device)] = fresh
     return state._replace(
         server=server,
         uplink_bytes=state.uplink_bytes + 2 * COUNT_BYTES * len(joiners),
-        downlink_bytes=state.downlink_bytes + len(joiners) * _broadcast_bytes(broadcast),
+        downlink_bytes=state.downlink_bytes + len(joiners) * bytes_of(broadcast),
     )
-
-
-def _broadcast_bytes(broadcast: Broadcast) -> int:
-    return sum(t.numel() * t.element_size() for t in broadcast)

@@ -2,6 +2,7 @@
 
 import sys
 from copy import copy
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -13,11 +14,12 @@ from torch import nn
 
 from fedcpsl import config as settings
 from fedcpsl import schedule
-from fedcpsl.algorithm import Algorithm, Hyper, Method, Parts
-from fedcpsl.algorithms import find_algorithm
+from fedcpsl.algorithm import Algorithm, Method, Traits, optional
+from fedcpsl.algorithms import traits_of
 from fedcpsl.data.federation import Federation
 from fedcpsl.data.ondemand import OnDemand
 from fedcpsl.errors import InputError
+from fedcpsl.methods import numbers_of, resolved
 from fedcpsl.network import Network
 from fedcpsl.problem import Costs
 from fedcpsl.simulation.machine import choose_device, choose_dtype, has_gpu, set_precision
@@ -25,6 +27,7 @@ from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.shelf import Shelf
 from fedcpsl.simulation.stock import shelf_of
 from fedcpsl.simulation.store import choose_store
+from fedcpsl.trees import Tree, bytes_of, map_tensors
 
 
 class Setup(NamedTuple):
@@ -33,13 +36,13 @@ class Setup(NamedTuple):
     algorithm: Algorithm
     method: Method
     personal_method: Method  # of the personal rounds
-    hyper: Hyper  # one of each per device, [devices]
+    hyper: Tree  # the algorithm's numbers, one of each per device, [devices]
     numbers: NDArray[np.float64]  # the same as one table on the host, [numbers, devices]
+    warming: NDArray[np.float64]  # and of devices that use no unlabelled samples yet
     work: schedule.Work
     rounds: int  # in which the server takes part
     personal_rounds: int  # after those
     two_phase: bool
-    warm_up: int
     joins: NDArray[np.int64]  # the round from which a device is in the roster
     sizes: schedule.Sizes
     shelf: Shelf
@@ -68,20 +71,38 @@ class Setup(NamedTuple):
     @property
     def nu_shape(self) -> tuple[int, int]:
         """Of one device's pseudo-labels, where they are kept beside its state."""
-        kept = self.supply is not None and self.method.parts.unlabelled
+        kept = self.supply is not None and self.method.traits.unlabelled
         return int(self.sizes.unlabelled.max()) if kept else 0, self.method.network.classes
 
     @property
     def state_bytes(self) -> int:
         """What the states of all devices take once each has been active."""
-        broadcast = self.algorithm.broadcast(self.algorithm.init_server(self.method))
-        kept = sum(t.numel() for t in self.algorithm.init_device(self.kept_method, broadcast))
-        return self.devices * (kept + prod(self.nu_shape)) * self.shelf.dtype.itemsize
+        return self.devices * (self.device_bytes + prod(self.nu_shape) * self.shelf.dtype.itemsize)
+
+    @property
+    def device_bytes(self) -> int:
+        """What one device keeps, its pseudo-labels aside."""
+        return bytes_of(self.first_device(self.first_server()))
+
+    def first_server(self) -> Tree:
+        """What the server starts with."""
+        return self.algorithm.init_server(self.method, self.devices)
+
+    def first_device(self, server: Tree, device: int = 0) -> Tree:
+        """What a device starts with that joins now."""
+        return self.algorithm.init_device(self.kept_method, self.sent_to(server, device))
+
+    def sent_to(self, server: Tree, device: int) -> Tree:
+        """What the server sends to one device."""
+        each = optional(self.algorithm, "broadcast_each")
+        if each is None:
+            return self.algorithm.broadcast(server)
+        return map_tensors(lambda t: t[0], each(self.method, server, torch.tensor([device], device=self.shelf.where)))
 
     @property
     def batch_widths(self) -> tuple[int, int]:
         """Labelled and unlabelled samples of a minibatch."""
-        return self.work.batch_labelled, self.work.batch_unlabelled if self.method.parts.unlabelled else 0
+        return self.work.batch_labelled, self.work.batch_unlabelled if self.method.traits.unlabelled else 0
 
     @property
     def total_rounds(self) -> int:
@@ -124,33 +145,27 @@ def prepare(
     algorithm, work, run = algorithm or settings.Algorithm(), work or settings.Work(), run or settings.Run()
     for section, values in (("algorithm", algorithm), ("work", work), ("run", run)):
         settings.check(section, values)
-    implementation, parts = find_algorithm(algorithm.name)
-    parts = choose_parts(parts, algorithm)
+    algorithm = replace(algorithm, eta=choose_eta(algorithm.eta, "", "epochs"))
+    traits = traits_of(algorithm.name)
     device = choose_device(run.device)
     dtype = choose_dtype(run.dtype, device)
     set_precision(run.precision, device)
     joins = _joins(work, federation.devices)
-    active = choose_active(work.active, parts, federation.devices - work.joiners)
-    most = federation.devices if parts.everyone or work.personal_rounds else active
+    active = choose_active(work.active, traits, federation.devices - work.joiners)
+    most = federation.devices if traits.everyone or work.personal_rounds else active
     shelf = shelf_of(federation, device, dtype, beside.shelf if beside else None, most, run.evaluate_devices)
     network = _network(model, shelf, federation.classes, run.precision, beside.method.network if beside else None)
     network.batched = choose_executor(run.executor, network, device) == "vectorised"
-    numbers = _numbers(algorithm, parts, federation.devices)
-    _check_modes(algorithm, work, parts)
-    costs = costs or Costs()
-    if algorithm.pseudo_labels == "closed_form" and parts.unlabelled and not costs.closed_form:
-        raise InputError(
-            'algorithm.pseudo_labels = "closed_form": belongs to the default loss and regulariser; give "gradient"'
-        )
-    kept = parts._replace(personal=parts.personal or work.two_phase)
-    rounds_parts = kept._replace(personal=kept.personal and not work.two_phase)
-    method = Method(network, rounds_parts, costs, algorithm.pseudo_labels, algorithm.eta_g, algorithm.labels_from)
+    found = resolved(algorithm, network, work, costs)
+    kept = found.kept_method(work)
+    numbers, warming = numbers_of(found.algorithm, kept, algorithm, federation.sizes)
     setup = Setup(
-        algorithm=implementation,
-        method=method,
-        personal_method=method._replace(parts=kept, personal_round=True),
-        hyper=Hyper(*torch.from_numpy(numbers).to(dtype).to(device)),
+        algorithm=found.algorithm,
+        method=found.method,
+        personal_method=found.personal_method,
+        hyper=found.algorithm.Hyper(*torch.from_numpy(numbers).to(dtype).to(device)),
         numbers=numbers,
+        warming=warming,
         work=schedule.Work(
             active=active,
             unit=work.unit,
@@ -159,12 +174,11 @@ def prepare(
             batch_labelled=work.batch_labelled,
             batch_unlabelled=work.batch_unlabelled,
             loss_rate=work.loss_rate,
-            matched=work.matched_steps or parts.alone,
+            matched=work.matched_steps or traits.alone,
         ),
         rounds=work.rounds,
         personal_rounds=work.personal_rounds,
         two_phase=work.two_phase,
-        warm_up=algorithm.warm_up,
         joins=joins,
         sizes=federation.sizes,
         shelf=shelf,
@@ -180,39 +194,14 @@ def prepare(
     return setup._replace(store=store)
 
 
-def _check_modes(algorithm: settings.Algorithm, work: settings.Work, parts: Parts) -> None:
-    """Refuse combinations of modes that mean nothing."""
-    if work.two_phase and not work.personal_rounds:
-        raise InputError("work.two_phase = true: its second phase is personal rounds; give work.personal_rounds too")
-    if work.personal_rounds and not (parts.personal or work.two_phase):
-        raise InputError(
-            f"work.personal_rounds = {work.personal_rounds}: {algorithm.name} has no personal model to train; give "
-            "work.two_phase = true, or algorithm.personal = true"
-        )
-    if parts.alone and (work.personal_rounds or work.two_phase):
-        raise InputError(f"work.personal_rounds: {algorithm.name} has no server: all its rounds are personal; give 0")
-    if work.two_phase and algorithm.labels_from == "mixture":
-        raise InputError('algorithm.labels_from = "mixture": two phases label with the global model; give "global"')
-
-
-def choose_parts(parts: Parts, algorithm: settings.Algorithm) -> Parts:
-    """The algorithm's own parts, less or plus what the settings switch."""
-    names = ("unlabelled", "personal", "control_variates", "momentum", "normalised")
-    switched = {name: getattr(algorithm, name) for name in names}
-    parts = parts._replace(**{k: v for k, v in switched.items() if v != settings.AUTO})
-    if parts.alone and (not parts.personal or parts.control_variates or parts.normalised):
-        raise InputError(f"algorithm.name = {algorithm.name!r}: has a personal model and no server; leave its parts")
-    return parts
-
-
-def choose_active(active: int | str, parts: Parts, devices: int) -> int:
+def choose_active(active: int | str, traits: Traits, devices: int) -> int:
     """m: as given, checked; auto is 4, or everyone where the algorithm asks for that."""
     if active == settings.AUTO:
-        return devices if parts.everyone else min(4, devices)
+        return devices if traits.everyone else min(4, devices)
     active = int(active)
     if active > devices:
         raise InputError(f"work.active = {active}: there are only {devices} devices to draw from; give at most that")
-    if parts.everyone and active != devices:
+    if traits.everyone and active != devices:
         raise InputError(f"work.active = {active}: this algorithm needs every device in every round; give {devices}")
     return active
 
@@ -266,37 +255,12 @@ def _differ_in_start_only(model: nn.Module, network: Network) -> bool:
     )
 
 
-def _numbers(algorithm: settings.Algorithm, parts: Parts, devices: int) -> NDArray[np.float64]:
-    """What `Hyper` holds, for every device."""
-    eta = choose_eta(algorithm.eta, "", "epochs")
-    beta = algorithm.beta if isinstance(algorithm.beta, list) else [algorithm.beta] * devices
-    if len(beta) != devices:
-        raise InputError(f"algorithm.beta has {len(beta)} values for {devices} devices; give one each, or one number")
-    numbers = {
-        "eta": eta,
-        "eta_lc": choose_eta_lc(algorithm, eta),
-        "gamma": algorithm.gamma if parts.momentum else 0.0,
-        "beta": 1.0 if parts.alone else beta,
-        "alpha_p": algorithm.alpha_p if parts.unlabelled else 0.0,
-        "alpha_r": algorithm.alpha_r if parts.unlabelled else 0.0,
-        "eta_v": algorithm.eta_v,
-    }
-    return np.stack([np.broadcast_to(np.asarray(numbers[name], np.float64), devices) for name in Hyper._fields])
-
-
 def choose_eta(eta: float | str, dataset: str, unit: str) -> float:
     """The paper's step sizes for its data sets, 0.05 for others."""
     if eta != settings.AUTO:
         return float(eta)
     paper = {"mnist": (0.005, 0.002), "cifar10": (0.002, 0.001)}
     return paper.get(dataset, (0.05, 0.05))[unit == "hlu"]
-
-
-def choose_eta_lc(algorithm: settings.Algorithm, eta: float) -> float:
-    """2 eta for FedCPSL and for devices on their own, eta for the others."""
-    if algorithm.eta_lc != settings.AUTO:
-        return float(algorithm.eta_lc)
-    return 2 * eta if algorithm.name in ("fedcpsl", "local", "local-pseudo") else eta
 
 
 def _joins(work: settings.Work, devices: int) -> NDArray[np.int64]:

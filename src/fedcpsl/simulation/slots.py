@@ -1,18 +1,19 @@
 """Slots, and the ground they stand on: one active device of one run each, and the samples of all runs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedcpsl.algorithm import Broadcast, Device, Hyper, Method, map_tensors
+from fedcpsl.algorithm import optional
 from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation.setup import Setup
 from fedcpsl.simulation.shelf import Shelf
 from fedcpsl.simulation.store import Sparse, rows_of
 from fedcpsl.simulation.transfer import sent
+from fedcpsl.trees import Tree, map_tensors, rebuilt
 
 
 class Ground(NamedTuple):
@@ -28,10 +29,23 @@ class Ask(NamedTuple):
 
     setup: Setup
     plan: Sequence[DeviceRound]
-    devices: Device
-    broadcast: Broadcast
+    devices: Tree
+    broadcast: Tree
     first_row: int = 0  # where the run's training rows begin on the ground
     sparse: Sparse | None = None  # where only some of the device states are there
+    rows: Mapping[int, int] | None = None  # a device's row of `broadcast`; None: it is the same for all
+
+    def told(self, device: int) -> Tree:
+        """What one device is sent."""
+        rows = self.rows
+        return self.broadcast if rows is None else map_tensors(lambda t: t[rows[device]], self.broadcast)
+
+    def told_each(self, devices: Sequence[int]) -> Tree:
+        """What some devices are sent, [devices, ...]; without that dimension where it is the same for all."""
+        if self.rows is None:
+            return self.broadcast
+        index = sent([self.rows[device] for device in devices], self.setup.shelf.where)
+        return map_tensors(lambda t: t[index], self.broadcast)
 
 
 class Slot(NamedTuple):
@@ -40,6 +54,15 @@ class Slot(NamedTuple):
     run: int
     ask: Ask
     task: DeviceRound
+
+
+def told_to(setup: Setup, server: Tree, devices: Sequence[int]) -> tuple[Tree, Mapping[int, int] | None]:
+    """What the server sends to some devices, and where each finds its own; None: it is the same for all."""
+    each = optional(setup.algorithm, "broadcast_each")
+    if each is None:
+        return setup.algorithm.broadcast(server), None
+    ids = torch.tensor(list(devices), dtype=torch.int64, device=setup.shelf.where)
+    return each(setup.method, server, ids), {device: row for row, device in enumerate(devices)}
 
 
 def ground_of(shelf: Shelf, targets: Tensor) -> Ground:
@@ -61,41 +84,39 @@ def common_ground(shelves: Sequence[Shelf], targets: Sequence[Tensor]) -> Ground
     )
 
 
-def hyper_of(slots: Sequence[Slot]) -> Hyper:
-    """The numbers of some slots, one of each; a device that warms up has no unlabelled terms."""
-    table = np.stack([slot.ask.setup.numbers[:, slot.task.device] for slot in slots], 1)
-    warming = np.array([slot.task.warming for slot in slots])
-    for name in ("alpha_p", "alpha_r"):
-        table[Hyper._fields.index(name), warming] = 0
-    like = slots[0].ask.setup.shelf.one_hot
-    return Hyper(*sent(table, like.device).to(like.dtype).unbind())
+def hyper_of(slots: Sequence[Slot]) -> Tree:
+    """The numbers of some slots, one of each."""
+    tables = [slot.ask.setup.warming if slot.task.warming else slot.ask.setup.numbers for slot in slots]
+    table = np.stack([table[:, slot.task.device] for table, slot in zip(tables, slots, strict=True)], 1)
+    setup = slots[0].ask.setup
+    return rebuilt(setup.hyper, sent(table, setup.shelf.where).to(setup.shelf.dtype).unbind())
 
 
-def states_of(slots: Sequence[Slot], method: Method) -> tuple[Device, Broadcast]:
+def expanded(ask: Ask, devices: Sequence[int]) -> Tree:
+    """What some devices of a run are sent, [devices, ...]."""
+    count, told = len(devices), ask.told_each(devices)
+    return told if ask.rows is not None else map_tensors(lambda t: t.expand(count, *t.shape), told)
+
+
+def states_of(slots: Sequence[Slot]) -> tuple[Tree, Tree]:
     """What the slots' devices keep, and what each was sent, [slots, ...]; zeros where a run lacks what others have."""
     asks = {slot.run: slot.ask for slot in sorted(slots, key=lambda slot: slot.run)}
-    theta = slots[0].ask.broadcast.theta
+    where = slots[0].ask.setup.shelf.where
     if len(asks) == 1:
         (ask,) = asks.values()
-        index = sent([slot.task.device for slot in slots], theta.device)
-        if ask.broadcast.c.numel() or not method.parts.control_variates:
-            return rows_of(ask.devices, index), ask.broadcast
+        which = [slot.task.device for slot in slots]
+        return rows_of(ask.devices, sent(which, where)), ask.told_each(which)
     by_run = sorted(range(len(slots)), key=lambda i: slots[i].run)
-    back = sent(np.argsort(by_run), theta.device)
+    back = sent(np.argsort(by_run), where)
     counts = [sum(slot.run == run for slot in slots) for run in asks]
-    mine = sent([slots[i].task.device for i in by_run], theta.device).split(counts)
+    mine = sent([slots[i].task.device for i in by_run], where).split(counts)
 
-    def joined(name: str, pieces: list[Tensor]) -> Tensor:
-        there = name != "c" or method.parts.control_variates
-        width = len(theta) if there and (name == "c" or any(piece.numel() for piece in pieces)) else 0
-        full = [piece if piece.shape[1] == width else piece.new_zeros(len(piece), width) for piece in pieces]
+    def joined(*pieces: Tensor) -> Tensor:
+        shape = max((piece.shape[1:] for piece in pieces), key=lambda shape: shape.numel())
+        full = [piece if piece.shape[1:] == shape else piece.new_zeros(len(piece), *shape) for piece in pieces]
         return torch.cat(full)[back]
 
     kept = [rows_of(a.devices, i) for a, i in zip(asks.values(), mine, strict=True)]
-    told = [
-        map_tensors(lambda t, n=n: t.expand(n, -1), a.broadcast) for a, n in zip(asks.values(), counts, strict=True)
-    ]
-    return (
-        Device(*(joined(name, [getattr(each, name) for each in kept]) for name in Device._fields)),
-        Broadcast(*(joined(name, [getattr(each, name) for each in told]) for name in Broadcast._fields)),
-    )
+    each = [[slots[i].task.device for i in by_run if slots[i].run == run] for run in asks]
+    told = [expanded(a, devices) for a, devices in zip(asks.values(), each, strict=True)]
+    return map_tensors(joined, *kept), map_tensors(joined, *told)

@@ -7,12 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedcpsl.algorithm import Device, Hyper, Server, map_tensors
 from fedcpsl.errors import RunError
 from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation.setup import Setup
 from fedcpsl.simulation.stock import put_back, stock
 from fedcpsl.simulation.store import Sparse, sparse_states, wake
+from fedcpsl.trees import Tree, map_tensors
 
 COUNT_BYTES = 8  # a step count, or one of the sizes n_i and m_i
 
@@ -39,14 +39,14 @@ class State(NamedTuple):
 
     setup: Setup
     round: int
-    server: Server
-    devices: Device  # stacked, [devices, ...]
+    server: Tree
+    devices: Tree  # stacked, [devices, ...]
     targets: Tensor  # [training rows, classes]: labels, and every device's pseudo-labels nu
     active_rounds: NDArray[np.int64]  # how often each device has taken part
     steps: int  # local steps so far
     uplink_bytes: int
     downlink_bytes: int
-    costs: dict[int, Tensor]  # mean f_i (and F_i) of this round's steps, by device
+    costs: dict[int, Tensor]  # mean costs of this round's steps, by device
     lost: int  # uploads lost so far
     doubt: Doubt | None = None  # whether this round's numbers are finite
     sparse: Sparse | None = None  # where only devices that have been active have rows in `devices`
@@ -60,28 +60,28 @@ class State(NamedTuple):
             return self.sparse.nu[device, :count].to(self.targets.device)
         return self.targets.new_full((count, classes), 1 / classes)
 
-    def device(self, device: int) -> Device:
+    def device(self, device: int) -> Tree:
         """What one device keeps."""
         if self.sparse is not None and not self.sparse.there[device]:
             return self.sparse.start(int(self.setup.joins[device]))
-        kept: Device = map_tensors(lambda t: t[device].to(self.targets.device), self.devices)
-        return kept
+        return map_tensors(lambda t: t[device].to(self.targets.device), self.devices)
 
-    def hyper(self, device: int) -> Hyper:
+    def hyper(self, device: int) -> Tree:
         """The numbers that one device works with."""
-        numbers: Hyper = map_tensors(lambda t: t[device], self.setup.hyper)
-        return numbers
+        return map_tensors(lambda t: t[device], self.setup.hyper)
 
 
 def initial_state(setup: Setup) -> State:
     """Round 0: every device in the roster has been sent theta^0."""
-    server = setup.algorithm.init_server(setup.method)
-    one = setup.algorithm.init_device(setup.kept_method, setup.algorithm.broadcast(server))
+    server = setup.first_server()
+    one = setup.first_device(server)
     sparse: Sparse | None = None
     if setup.sparse:
-        devices, sparse = sparse_states(one, setup.devices, setup.nu_shape, setup.store, setup.store_folder)
+        devices, sparse = sparse_states(
+            one, setup.devices, setup.nu_shape, setup.store, setup.store_folder, setup.shelf.one_hot
+        )
     else:
-        devices = map_tensors(lambda t: t.expand(setup.devices, -1).clone(), one)
+        devices = map_tensors(lambda t: t.expand(setup.devices, *t.shape).clone(), one)
     return State(
         setup=setup,
         round=0,
@@ -90,7 +90,7 @@ def initial_state(setup: Setup) -> State:
         targets=setup.shelf.one_hot.clone(),
         active_rounds=np.zeros(setup.devices, np.int64),
         steps=0,
-        uplink_bytes=0 if setup.method.parts.alone else 2 * COUNT_BYTES * len(setup.roster(0)),
+        uplink_bytes=0 if setup.method.traits.alone else 2 * COUNT_BYTES * len(setup.roster(0)),
         downlink_bytes=0,
         costs={},
         lost=0,

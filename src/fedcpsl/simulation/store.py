@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedcpsl.algorithm import Device, map_tensors
 from fedcpsl.errors import RunError
 from fedcpsl.settings import AUTO
 from fedcpsl.simulation.transfer import sent
+from fedcpsl.trees import Tree, leaves, map_tensors
 
 SHARE = 0.5  # of the accelerator's free memory that all states may take
 HOST_SHARE = 0.25  # the same of the host's: what is on disk is kept in free memory as well, and can be given up
@@ -53,11 +53,11 @@ class Sparse(NamedTuple):
     """What belongs to device states of which only some rows are there: those of devices that have been active."""
 
     there: NDArray[np.bool_]  # [devices]
-    starts: dict[int, Device]  # what the others keep, by the round in which they joined
+    starts: dict[int, Tree]  # what the others keep, by the round in which they joined
     nu: Tensor  # [devices, most unlabelled samples, classes]: of samples made on demand; else empty
     maps: tuple[Map | None, ...]  # behind every field of the states, and behind nu; None: not on disk
 
-    def start(self, joined: int) -> Device:
+    def start(self, joined: int) -> Tree:
         """What a device keeps that has not been active; one that joins later is as if it had been there."""
         return self.starts.get(joined, self.starts[0])
 
@@ -94,9 +94,9 @@ def choose_store(name: str, needed: int, device: torch.device, *, on_demand: boo
 
 
 def sparse_states(
-    one: Device, devices: int, nu_shape: Sequence[int], store: str, folder: Path | None
-) -> tuple[Device, Sparse]:
-    """Room for the states of all devices, none of them there yet; `one` is what each starts with."""
+    one: Tree, devices: int, nu_shape: Sequence[int], store: str, folder: Path | None, like: Tensor
+) -> tuple[Tree, Sparse]:
+    """Room for the states of all devices, none of them there yet; `one` is what each starts with, nu is `like`."""
     maps: list[Map | None] = []
 
     def room(shape: Sequence[int], like: Tensor) -> Tensor:
@@ -104,8 +104,8 @@ def sparse_states(
         maps.append(behind)
         return tensor
 
-    kept: Device = map_tensors(lambda t: room((devices, len(t)), t), one)
-    nu = room((devices, *nu_shape), one.theta_lc)
+    kept = map_tensors(lambda t: room((devices, *t.shape), t), one)
+    nu = room((devices, *nu_shape), like)
     return kept, Sparse(np.zeros(devices, bool), {0: one}, nu, tuple(maps))
 
 
@@ -123,7 +123,7 @@ def shared_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(shared_memory(prod(shape) * dtype.itemsize), dtype=dtype).view(tuple(shape))
 
 
-def wake(devices: Device, sparse: Sparse, which: Sequence[int], joins: NDArray[np.int64]) -> Sparse:
+def wake(devices: Tree, sparse: Sparse, which: Sequence[int], joins: NDArray[np.int64]) -> Sparse:
     """Put devices that are active for the first time there, as they start."""
     new = [device for device in which if not sparse.there[device]]
     if not new:
@@ -131,16 +131,17 @@ def wake(devices: Device, sparse: Sparse, which: Sequence[int], joins: NDArray[n
     for joined in {int(joins[device]) for device in new}:
         own = [device for device in new if joins[device] == joined]
         count = len(own)
-        put(devices, sparse, own, map_tensors(lambda t, n=count: t.expand(n, -1), sparse.start(joined)))
+        put(devices, sparse, own, map_tensors(lambda t, n=count: t.expand(n, *t.shape), sparse.start(joined)))
     there = sparse.there.copy()
     there[new] = True
     return sparse._replace(there=there)
 
 
-def put(devices: Device, sparse: Sparse | None, which: Sequence[int], values: Device) -> None:
+def put(devices: Tree, sparse: Sparse | None, which: Sequence[int], values: Tree) -> None:
     """Store the states of some devices."""
-    maps = sparse.maps if sparse else (None,) * len(devices)
-    for kept, new, behind in zip(devices, values, maps, strict=False):
+    all_kept = leaves(devices)
+    maps = sparse.maps if sparse else (None,) * len(all_kept)
+    for kept, new, behind in zip(all_kept, leaves(values), maps, strict=False):
         put_rows(kept, behind, which, new)
 
 
@@ -154,10 +155,9 @@ def put_rows(kept: Tensor, behind: Map | None, which: Sequence[int], values: Ten
         kept[sent(list(which), kept.device)] = values.to(kept.device)
 
 
-def rows_of(devices: Device, index: Tensor) -> Device:
+def rows_of(devices: Tree, index: Tensor) -> Tree:
     """The states of some devices, where the index is."""
-    rows: Device = map_tensors(lambda t: t[index.to(t.device)].to(index.device), devices)
-    return rows
+    return map_tensors(lambda t: t[index.to(t.device)].to(index.device), devices)
 
 
 def _room(shape: Sequence[int], like: Tensor, store: str, folder: Path | None) -> tuple[Tensor, Map | None]:

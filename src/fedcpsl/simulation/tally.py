@@ -2,25 +2,35 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedcpsl.algorithm import Broadcast, Device, Sum, Upload, map_tensors
+from fedcpsl.algorithm import optional
 from fedcpsl.simulation.executors import Finished
-from fedcpsl.simulation.slots import Ask, Slot, hyper_of
+from fedcpsl.simulation.slots import Ask, Slot, expanded, hyper_of
 from fedcpsl.simulation.state import State
 from fedcpsl.simulation.store import put
 from fedcpsl.simulation.transfer import sent
+from fedcpsl.trees import Tree, leaves, map_tensors, rebuilt
+
+
+class Received(NamedTuple):
+    """Uploads as a server gets them that must see who sent what."""
+
+    devices: list[int]
+    upload: Tree  # [devices, ...]
+    omega: Tensor  # [devices]
+
 
 Arrived = tuple[Finished, list[int]]  # and which of its devices' uploads were not lost
 
 
 def keep_and_count(
     states: Sequence[State], asks: Sequence[Ask], all_finished: Sequence[Finished]
-) -> Iterator[tuple[int, Sum]]:
+) -> Iterator[tuple[int, Tree]]:
     """Store what devices keep, and yield what is counted, with the run; runs of one method are worked out at once.
 
     On a CPU piece by piece: putting pieces together would copy every upload.
@@ -30,9 +40,9 @@ def keep_and_count(
         state = states[finished.run]
         method = state.setup.method_of(finished.group[0])
         arrived = [i for i, task in enumerate(finished.group) if not task.lost]
-        if method.trains_localized_alone or len(arrived) < len(finished.group):
+        if method.sends_nothing or len(arrived) < len(finished.group):
             put(state.devices, state.sparse, [task.device for task in finished.group], finished.device)
-        if arrived and not method.trains_localized_alone:
+        if arrived and not method.sends_nothing:
             key = (state.setup.algorithm, id(method.network.module), method[1:])
             alike.setdefault(key, []).append((finished, arrived))
     for pieces in alike.values():
@@ -40,7 +50,7 @@ def keep_and_count(
             yield from _count(states, asks, some)
 
 
-def _count(states: Sequence[State], asks: Sequence[Ask], pieces: Sequence[Arrived]) -> Iterator[tuple[int, Sum]]:
+def _count(states: Sequence[State], asks: Sequence[Ask], pieces: Sequence[Arrived]) -> Iterator[tuple[int, Tree]]:
     """Sum what arrived, run by run, and let those devices know that they were counted."""
     setup, where = states[pieces[0][0].run].setup, states[0].targets.device
     algorithm, method = setup.algorithm, setup.method_of(pieces[0][0].group[0])
@@ -55,28 +65,33 @@ def _count(states: Sequence[State], asks: Sequence[Ask], pieces: Sequence[Arrive
         put(state.devices, state.sparse, counted, map_tensors(lambda t, i=mine: t[i], committed))
         sizes = state.setup.sizes.labelled[counted] + state.setup.sizes.unlabelled[counted]
         omega.append(sizes / state.setup.samples_in(state.setup.roster(state.round)))
-    weights = sent(np.concatenate(omega), where).to(upload.delta.dtype)
+    weights = sent(np.concatenate(omega), where).to(setup.shelf.dtype)
+    if optional(algorithm, "receive"):
+        for (finished, arrived), first in zip(pieces, accumulate([0, *counts]), strict=False):
+            mine = slice(first, first + len(arrived))
+            sent_by = [finished.group[i].device for i in arrived]
+            yield finished.run, [Received(sent_by, map_tensors(lambda t, i=mine: t[i], upload), weights[mine])]
+        return
     added = algorithm.contribution(method, hyper, upload, weights)
-    for (finished, _), total in zip(pieces, zip(*(_sums(t, counts) for t in added), strict=True), strict=True):
-        yield finished.run, Sum(*total)
+    by_piece = zip(*(_sums(t, counts) for t in leaves(added)), strict=True)
+    for (finished, _), total in zip(pieces, by_piece, strict=True):
+        yield finished.run, rebuilt(added, total)
 
 
-def _together(
-    asks: Sequence[Ask], pieces: Sequence[Arrived], counts: Sequence[int]
-) -> tuple[Device, Upload, Broadcast]:
+def _together(asks: Sequence[Ask], pieces: Sequence[Arrived], counts: Sequence[int]) -> tuple[Tree, Tree, Tree]:
     """What arrived of all pieces, and what those devices had been sent."""
     where = pieces[0][0].costs.device
-    each: list[tuple[Device, Upload, Broadcast]] = []
+    each: list[tuple[Tree, Tree, Tree]] = []
     for (finished, arrived), count in zip(pieces, counts, strict=True):
         own = finished.device, finished.upload
         if count < len(finished.group):
             rows = sent(arrived, where)
             own = map_tensors(lambda t, i=rows: t[i], own)
-        told: Broadcast = asks[finished.run].broadcast
-        each.append((*own, told if len(pieces) == 1 else map_tensors(lambda t, n=count: t.expand(n, -1), told)))
+        ask, counted = asks[finished.run], [finished.group[i].device for i in arrived]
+        each.append((*own, ask.told_each(counted) if len(pieces) == 1 else expanded(ask, counted)))
     if len(each) == 1:
         return each[0]
-    together: tuple[Device, Upload, Broadcast] = map_tensors(lambda *t: torch.cat(t), *each)
+    together: tuple[Tree, Tree, Tree] = map_tensors(lambda *t: torch.cat(t), *each)
     return together
 
 

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 
 from fedcpsl import settings
-from fedcpsl.algorithm import Device, map_tensors
 from fedcpsl.schedule import DeviceRound, draw_tasks
 from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.setup import Setup
-from fedcpsl.simulation.slots import Ask, ground_of
+from fedcpsl.simulation.slots import Ask, ground_of, told_to
 from fedcpsl.simulation.workers import one_thread, shared_rounds
+from fedcpsl.trees import map_tensors
 
 LONG = 20.0  # seconds of all local steps on one core, about, from which on a run is worth timing
 BUDGET = 2.0  # seconds after which no other layout is tried
@@ -84,7 +84,7 @@ def seconds_of_step(setup: Setup) -> float:
     """Of one device on one core: three passes (there and, twice as long, back) of every model over a minibatch."""
     network, inputs = setup.method.network, setup.shelf.inputs
     x = inputs.take(setup.shelf.source[:1].expand(sum(setup.batch_widths)))
-    models = 2 if setup.kept_method.parts.personal and not setup.method.parts.alone else 1
+    models = setup.kept_method.traits.models
     passes = []
     with one_thread(), torch.no_grad():
         for _ in range(3):  # the first one warms up
@@ -126,10 +126,10 @@ def device_steps_per_second(setup: Setup, layout: Layout, seconds: float) -> flo
     before = setup.method.network.batched
     trial = laid_out(setup, layout)
     count = min(setup.work.active, max(MANY, int(ONE_STEP / seconds_of_step(setup))))
-    broadcast = setup.algorithm.broadcast(setup.algorithm.init_server(setup.method))
-    kept = setup.algorithm.init_device(setup.kept_method, broadcast)
-    devices: Device = map_tensors(lambda t: t.expand(count, -1).clone(), kept)
-    ask = Ask(trial, (), devices, broadcast)
+    server = setup.first_server()
+    broadcast, rows = told_to(setup, server, range(count))
+    devices = map_tensors(lambda t: t.expand(count, *t.shape).clone(), setup.first_device(server))
+    ask = Ask(trial, (), devices, broadcast, rows=rows)
     steps, rounds = 1, list[tuple[int, float]]()
     try:
         with shared_rounds([ask], ground_of(trial.shelf, trial.shelf.one_hot.clone())) as (own, ground, run):
@@ -154,6 +154,6 @@ def _rate(short: tuple[int, float], long: tuple[int, float]) -> float:
 def _plan(setup: Setup, count: int, steps: int | None) -> list[DeviceRound]:
     """Tasks of the first devices, of so many steps or of a round's; none of them renews its labels."""
     work = setup.work if steps is None else setup.work._replace(unit="steps", amount=steps)
-    dropout, unlabelled = setup.method.network.has_dropout, setup.method.parts.unlabelled
+    dropout, unlabelled = setup.method.network.has_dropout, setup.method.traits.unlabelled
     plan = draw_tasks(setup.seed, 0, range(count), setup.sizes, work, unlabelled=unlabelled, dropout=dropout)
     return [task._replace(relabels=False) for task in plan if task.steps]

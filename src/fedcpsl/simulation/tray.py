@@ -7,18 +7,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedcpsl.algorithm import Device, Upload
 from fedcpsl.schedule import DeviceRound
-from fedcpsl.simulation.executors import Finished
+from fedcpsl.simulation.executors import Finished, example_of
 from fedcpsl.simulation.slots import Ask
 from fedcpsl.simulation.store import shared_zeros
+from fedcpsl.trees import Tree, leaves, map_tensors, rebuilt
 
-
-class Tray(NamedTuple):
-    """Room for the results of one run's round, a row for each device; a round overwrites those of the one before."""
-
-    device: Device  # [rows, ...] each
-    delta: Tensor  # [rows, parameters]
+Result = tuple[Tree, Tree]  # what a device keeps, and its upload
 
 
 class Note(NamedTuple):
@@ -27,44 +22,40 @@ class Note(NamedTuple):
     run: int
     group: list[DeviceRound]
     row: int  # the first on the tray
-    uploaded: bool  # whether there is a delta
-    numbers: tuple[NDArray[Any], ...]  # steps, costs and fine of `Finished`
+    empty: list[bool]  # which tensors of the result are, where others of the run are not
+    numbers: tuple[NDArray[Any], ...]  # costs and fine of `Finished`
 
 
-def tray_of(ask: Ask) -> Tray:
-    """A tray for as many devices as a round of the run can have; its memory counts once it is used."""
-    setup, theta = ask.setup, ask.broadcast.theta
-    everyone = setup.method.parts.everyone or setup.personal_rounds
+def tray_of(ask: Ask) -> Result:
+    """Room for as many devices as a round of the run can have; a round overwrites what the one before left.
+
+    Its memory counts once it is used.
+    """
+    setup = ask.setup
+    everyone = setup.method.traits.everyone or setup.personal_rounds
     rows = setup.devices if everyone else min(setup.work.active, setup.devices)
-    widths = [kept.shape[1] for kept in ask.devices]
-    return Tray(
-        Device(*(shared_zeros((rows, width), theta.dtype) for width in widths)),
-        shared_zeros((rows, len(theta)), theta.dtype),
-    )
+    return map_tensors(lambda t: shared_zeros((rows, *t.shape), t.dtype), example_of(ask, setup.method)[:2])
 
 
-def leave(tray: Tray, row: int, finished: Finished) -> Note:
+def leave(tray: Result, row: int, finished: Finished) -> Note:
     """Put results on the tray, from a row on."""
-    mine = slice(row, row + len(finished.group))
-    uploaded = finished.upload.delta.shape[1] > 0
-    for kept, new in zip(tray.device, finished.device, strict=True):
-        kept[mine] = new
-    if uploaded:
-        tray.delta[mine] = finished.upload.delta
-    numbers = (finished.upload.steps, finished.costs, finished.fine)
-    return Note(finished.run, finished.group, row, uploaded, tuple(t.numpy() for t in numbers))
+    mine, empty = slice(row, row + len(finished.group)), []
+    for room, new in zip(leaves(tray), leaves((finished.device, finished.upload)), strict=True):
+        empty.append(not new.numel())
+        if new.numel():
+            room[mine] = new
+    numbers = (finished.costs, finished.fine)
+    return Note(finished.run, finished.group, row, empty, tuple(t.numpy() for t in numbers))
 
 
-def found(trays: Sequence[Tray], note: Note) -> Finished:
+def found(trays: Sequence[Result], note: Note) -> Finished:
     """The results that a note speaks of: good until the next round."""
     tray, mine = trays[note.run], slice(note.row, note.row + len(note.group))
-    delta = tray.delta[mine]
-    steps, costs, fine = map(torch.from_numpy, note.numbers)
-    return Finished(
-        note.run,
-        note.group,
-        Device(*(kept[mine] for kept in tray.device)),
-        Upload(delta if note.uploaded else delta[:, :0], steps),
-        costs,
-        fine,
-    )
+
+    def taken(room: Tensor, *, empty: bool) -> Tensor:
+        return room[mine][:, :0] if empty and room.dim() > 1 else room[mine]
+
+    pieces = [taken(room, empty=empty) for room, empty in zip(leaves(tray), note.empty, strict=True)]
+    device, upload = rebuilt(tray, pieces)
+    costs, fine = map(torch.from_numpy, note.numbers)
+    return Finished(note.run, note.group, device, upload, costs, fine)

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedcpsl.algorithm import Device, map_tensors
 from fedcpsl.errors import RunError
 from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation.capture import captured_steps
@@ -27,14 +26,15 @@ from fedcpsl.simulation.exchange import exchanged
 from fedcpsl.simulation.executors import Finished, LocalRounds, local_rounds
 from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.slots import Ask, Ground
-from fedcpsl.simulation.tray import Tray, found, leave, tray_of
+from fedcpsl.simulation.tray import Result, found, leave, tray_of
+from fedcpsl.trees import Tree, map_tensors
 
 # glibc keeps what is freed, if not larger than a piece freed before, up to this; else pages are made anew every time
 KEPT = 31 << 20
 
 
 @contextmanager
-def shared_rounds(asks: Sequence[Ask], ground: Ground) -> Iterator[tuple[list[Device], Ground, LocalRounds]]:
+def shared_rounds(asks: Sequence[Ask], ground: Ground) -> Iterator[tuple[list[Tree], Ground, LocalRounds]]:
     """`local_rounds` by whatever serves the runs best, and the device states and ground it works on."""
     setup, states = asks[0].setup, [ask.devices for ask in asks]
     here: LocalRounds = local_rounds
@@ -68,7 +68,7 @@ def _run_on_ranks(here: LocalRounds, asks: Sequence[Ask], ground: Ground) -> Ite
 
 
 @contextmanager
-def _forked(count: int, asks: Sequence[Ask], ground: Ground, trays: Sequence[Tray]) -> Iterator[list[Connection]]:
+def _forked(count: int, asks: Sequence[Ask], ground: Ground, trays: Sequence[Result]) -> Iterator[list[Connection]]:
     """Worker processes that know the runs, and the pipes to them."""
     pipes: list[Connection] = []
     processes = []
@@ -93,15 +93,18 @@ def _forked(count: int, asks: Sequence[Ask], ground: Ground, trays: Sequence[Tra
 
 
 def _run_shared(
-    pipes: Sequence[Connection], boards: Sequence[Ask], trays: Sequence[Tray], asks: Sequence[Ask], _: Ground
+    pipes: Sequence[Connection], boards: Sequence[Ask], trays: Sequence[Result], asks: Sequence[Ask], _: Ground
 ) -> Iterator[Finished]:
     """The runs' slots over the workers; what is broadcast and what comes back go over memory that they share."""
     for board, ask in zip(boards, asks, strict=True):
-        map_tensors(lambda mine, new: mine.copy_(new), board.broadcast, ask.broadcast)
+        if ask.rows is None:
+            map_tensors(lambda mine, new: mine.copy_(new), board.broadcast, ask.broadcast)
+        else:
+            map_tensors(lambda mine, new: mine[: len(new)].copy_(new), board.broadcast, ask.broadcast)
     shares = share_out(asks, len(pipes))
     rows = [0] * len(asks)
     for pipe, share in zip(pipes, shares, strict=True):
-        _ask(pipe.send, (share, rows))
+        _ask(pipe.send, (share, rows, [ask.rows for ask in asks]))
         rows = [first + len(plan) for first, plan in zip(rows, share, strict=True)]
     with one_thread():
         for pipe in pipes:
@@ -141,7 +144,7 @@ def _shared(tensor: Tensor) -> Tensor:
 
 
 def _work(
-    pipe: Connection, others: list[Connection], asks: Sequence[Ask], ground: Ground, trays: Sequence[Tray]
+    pipe: Connection, others: list[Connection], asks: Sequence[Ask], ground: Ground, trays: Sequence[Result]
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -159,10 +162,11 @@ def _work(
         os._exit(0)
 
 
-def _answer(pipe: Connection, asks: Sequence[Ask], ground: Ground, trays: Sequence[Tray]) -> None:
-    plans, rows = pipe.recv()
+def _answer(pipe: Connection, asks: Sequence[Ask], ground: Ground, trays: Sequence[Result]) -> None:
+    plans, rows, told = pipe.recv()
     try:
-        for finished in local_rounds([a._replace(plan=plan) for a, plan in zip(asks, plans, strict=True)], ground):
+        mine = [ask._replace(plan=plan, rows=own) for ask, plan, own in zip(asks, plans, told, strict=True)]
+        for finished in local_rounds(mine, ground):
             pipe.send(leave(trays[finished.run], rows[finished.run], finished))
             rows[finished.run] += len(finished.group)
         for ask in asks:

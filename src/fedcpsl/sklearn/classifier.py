@@ -4,6 +4,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from math import prod
 from numbers import Integral
 from typing import Any
@@ -16,7 +17,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 
-from fedcpsl.config import AUTO, Config, with_settings
+from fedcpsl.config import AUTO, Config, algorithm_settings, with_settings
 from fedcpsl.errors import InputError
 from fedcpsl.sklearn.learning import Learnt, MakeModel, learn, probabilities
 from fedcpsl.sklearn.targets import device_names, known_labels, places, refuse_text, refuse_unseen, with_marks
@@ -215,6 +216,8 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             "run.processes": self.processes,
             "run.seed": self._seed(),
         }
+        own = {f"algorithm.{f.name}" for f in fields(algorithm_settings(self.algorithm))}
+        values = {name: v for name, v in values.items() if not name.startswith("algorithm.") or name in own}
         for name in self.settings or {}:
             if name.split(".")[0] in ("data", "model"):
                 raise ValueError(f"settings has {name!r}: give settings of algorithm, work or run")
@@ -236,18 +239,18 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _who_answers(self, device: Any, samples: int) -> NDArray[np.int64]:
         """The place of every sample's device whose own model answers; -1: the global model does."""
-        alone = self.learnt_.theta is None
+        alone = self.learnt_.general is None
         if isinstance(device, str):
             if device != "global" or alone:
                 asked = "" if alone else ', or "global"'
                 raise ValueError(f"device = {device!r}: give one per sample{asked}")
             return np.full(samples, -1, np.int64)
-        if device is None and not alone and len(self.devices_) > 1 and self.learnt_.parts.personal:
+        if device is None and not alone and len(self.devices_) > 1 and self.learnt_.own is not None:
             _warn_the_caller(NO_DEVICE)
         if device is None and (not alone or len(self.devices_) == 1):
             return np.full(samples, 0 if alone else -1, np.int64)
         if device is None:
-            raise ValueError(f"{self.learnt_.algorithm} has no global model: say whose model answers, with device=")
+            raise ValueError(f"{self.learnt_.settings.name} has no global model: say whose model answers, with device=")
         names = device_names(device, samples)
         owner = places(names, self.devices_)
         if alone or self.unseen != "global":
@@ -282,9 +285,9 @@ def _value_errors() -> Iterator[None]:
 
 
 def _warn_of_idle(learnt: Learnt, devices: NDArray[Any]) -> None:
-    idle = devices[~learnt.trained].tolist() if learnt.parts.personal else []
+    idle = devices[~learnt.trained].tolist() if learnt.own is not None else []
     if idle:
-        meanwhile = "their models are as they began" if learnt.theta is None else "the global model answers for them"
+        meanwhile = "their models are as they began" if learnt.general is None else "the global model answers for them"
         warnings.warn(
             f"{len(idle)} of {len(devices)} devices never trained (such as {idle[0]!r}): {meanwhile}; "
             "give more rounds or active devices, or labels where the algorithm uses nothing else",

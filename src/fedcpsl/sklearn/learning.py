@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -10,18 +11,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedcpsl.algorithm import Hyper, Method, Parts
-from fedcpsl.algorithms import find_algorithm
 from fedcpsl.config import Config
 from fedcpsl.data.federation import array_source, federate
 from fedcpsl.data.roles import Shares
 from fedcpsl.data.scaling import Scaling, fit_scaling
 from fedcpsl.errors import InputError
+from fedcpsl.evaluation import own_model
+from fedcpsl.methods import Resolved, numbers_of, resolved, unknown_sizes
 from fedcpsl.models import choose_model, make_model
 from fedcpsl.network import Network
-from fedcpsl.problem import Costs
 from fedcpsl.schedule import stream
+from fedcpsl.settings import Work
 from fedcpsl.simulation import Setup, State, prepare, simulate
+from fedcpsl.simulation.setup import choose_eta
 from fedcpsl.simulation.shelf import normalise
 from fedcpsl.simulation.workers import one_thread
 
@@ -33,16 +35,15 @@ MakeModel = Callable[[tuple[int, ...], int], nn.Module]
 class Learnt(NamedTuple):
     """All that predictions are made of, as arrays and plain values."""
 
-    algorithm: str
-    parts: Parts
-    numbers: NDArray[np.float64]  # what `Hyper` holds, [numbers, devices]
+    settings: Any  # of the algorithm
+    work: Work
     model: str | MakeModel
     hidden: list[int]
     shape: tuple[int, ...]  # of one input
     classes: int
     fixed: dict[str, NDArray[Any]]  # what the network has beside theta
-    theta: NDArray[Any] | None  # [parameters]; None where there is no server
-    theta_lc: NDArray[Any] | None  # [devices, parameters]; None without personal models
+    general: NDArray[Any] | None  # [parameters]; None where there is no server
+    own: NDArray[Any] | None  # [devices, parameters]; None where devices have no models of their own
     trained: NDArray[np.bool_]  # [devices]
     active_rounds: NDArray[np.int64]  # [devices]
     scaling: Scaling | None
@@ -70,20 +71,20 @@ def learn(
         setup = setup._replace(store="host")
     state = _last(setup)
     method = setup.method_after(state.round)
-    theta_lc = None
-    if method.parts.personal:
-        theta_lc = np.stack([state.device(i).theta_lc.cpu().numpy() for i in range(len(names))])
+    general = setup.algorithm.general_model(method, state.server)
+    own = None
+    if method.traits.personal:
+        own = np.stack([own_model(state, i).cpu().numpy() for i in range(len(names))])
     return Learnt(
-        algorithm=config.algorithm.name,
-        parts=method.parts,
-        numbers=setup.numbers,
+        settings=replace(config.algorithm, eta=choose_eta(config.algorithm.eta, "", "epochs")),
+        work=config.work,
         model=model,
         hidden=config.model.hidden,
         shape=federation.shape,
         classes=federation.classes,
         fixed={name: t.numpy() for name, t in module.state_dict().items() if name not in method.network.shapes},
-        theta=None if method.parts.alone else state.server.theta.cpu().numpy(),
-        theta_lc=theta_lc,
+        general=None if general is None else general.cpu().numpy(),
+        own=own,
         trained=_have_trained(state),
         active_rounds=state.active_rounds,
         scaling=scaling,
@@ -93,31 +94,36 @@ def learn(
 @torch.no_grad()
 def probabilities(learnt: Learnt, x: NDArray[Any], owner: NDArray[np.int64]) -> NDArray[np.float64]:
     """What the personal model of every sample's device says of it; the global model where that is -1."""
-    method = _method(learnt)
+    found = _resolved(learnt)
     answers = np.empty((len(x), learnt.classes))
     for first in range(0, len(x), ROWS_AT_ONCE):
         some = slice(first, first + ROWS_AT_ONCE)
         inputs = _inputs(x[some].reshape(-1, *learnt.shape), learnt.scaling)
-        answers[some] = _log_predictions(learnt, method, inputs, owner[some]).exp().numpy()
+        answers[some] = _log_predictions(learnt, found, inputs, owner[some]).exp().numpy()
     return answers
 
 
-def _log_predictions(learnt: Learnt, method: Method, x: Tensor, owner: NDArray[np.int64]) -> Tensor:
-    network = method.network
-    log_h = x.new_empty(len(x), network.classes)
-    if learnt.theta is not None:
-        log_h = network.log_probabilities(_tensor(learnt.theta), x)
-    own = np.flatnonzero(owner >= 0)
-    if learnt.theta_lc is None or not len(own):
-        return log_h
-    log_h_lc = torch.empty_like(log_h)
-    for i in np.unique(owner[own]):
+def _log_predictions(learnt: Learnt, found: Resolved, x: Tensor, owner: NDArray[np.int64]) -> Tensor:
+    method = found.kept_method(learnt.work)
+    network, general = method.network, None
+    if learnt.general is not None:
+        general = network.log_probabilities(_tensor(learnt.general), x)
+    mine = np.flatnonzero(owner >= 0)
+    if learnt.own is None or not len(mine):
+        assert general is not None
+        return general
+    localized = x.new_empty(len(x), network.classes)
+    for i in np.unique(owner[mine]):
         rows = torch.from_numpy(np.flatnonzero(owner == i))
-        log_h_lc[rows] = network.log_probabilities(_tensor(learnt.theta_lc[i]), x[rows])
-    hyper = Hyper(*_tensor(learnt.numbers[:, owner[own]]))  # every sample a slot of its own
-    implementation, _ = find_algorithm(learnt.algorithm)
-    log_h[own] = implementation.predict(method, hyper, log_h[own][:, None], log_h_lc[own][:, None])[:, 0]
-    return log_h
+        localized[rows] = network.log_probabilities(_tensor(learnt.own[i]), x[rows])
+    numbers, _ = numbers_of(found.algorithm, method, learnt.settings, unknown_sizes(len(learnt.own)))
+    hyper = found.algorithm.Hyper(*_tensor(numbers[:, owner[mine]]))  # every sample a slot of its own
+    each = None if general is None else general[mine][:, None]
+    answers = found.algorithm.predict(method, hyper, each, localized[mine][:, None])[:, 0]
+    if general is None:
+        return answers
+    general[mine] = answers
+    return general
 
 
 @contextmanager
@@ -138,18 +144,18 @@ def _last(setup: Setup) -> State:
 def _have_trained(state: State) -> NDArray[np.bool_]:
     """The devices that have been active, or in personal rounds all that hold samples which the algorithm uses."""
     setup = state.setup
-    usable = setup.sizes.labelled + setup.method.parts.unlabelled * setup.sizes.unlabelled
+    usable = setup.sizes.labelled + setup.method.traits.unlabelled * setup.sizes.unlabelled
     return (state.active_rounds > 0) | (setup.personal_rounds > 0) & (usable > 0)
 
 
-def _method(learnt: Learnt) -> Method:
-    """The method as far as predictions need it; in float64, so that who else is asked about changes no answer."""
+def _resolved(learnt: Learnt) -> Resolved:
+    """The algorithm as far as predictions need it; in float64, so that who else is asked about changes no answer."""
     with _own_randomness():
         module = _module(learnt.model, learnt.hidden, learnt.shape, learnt.classes)
         fixed = {name: torch.from_numpy(np.asarray(t)) for name, t in learnt.fixed.items()}
         module.load_state_dict(fixed, strict=False)
         network = Network(module, torch.zeros(1, *learnt.shape, dtype=torch.float64), learnt.classes)
-    return Method(network, learnt.parts, Costs(), "closed_form", "mean_steps")
+    return resolved(learnt.settings, network, learnt.work)
 
 
 def _module(model: str | MakeModel, hidden: list[int], shape: tuple[int, ...], classes: int) -> nn.Module:

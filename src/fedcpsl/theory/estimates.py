@@ -12,7 +12,7 @@ from fedcpsl.problem import local_cost, mixture
 from fedcpsl.schedule import draw_steps
 from fedcpsl.simulation import Setup, State
 from fedcpsl.theory.bounds import Constants, Start, potential
-from fedcpsl.theory.gaps import all_samples, analysed, control_error, objectives
+from fedcpsl.theory.gaps import all_samples, analysed, control_error, objectives, rules_of
 
 
 class LowerEstimate(NamedTuple):
@@ -32,7 +32,7 @@ def lipschitz_lower_estimate(state: State, iterations: int = 50, tolerance: floa
     Power iteration on Hessian-vector products; it stops once a step adds less than `tolerance` of the estimate.
     """
     norms = [_curvatures(state, device, iterations, tolerance) for device in range(state.setup.devices)]
-    personal = analysed(state).parts.personal
+    personal = analysed(state).traits.personal
     return LowerEstimate(max(f for f, _ in norms), max(F for _, F in norms) if personal else None)
 
 
@@ -47,10 +47,10 @@ def _curvatures(state: State, device: int, iterations: int, tolerance: float) ->
         return method.network.log_probabilities(theta, samples.x)
 
     def cost(log_h: Tensor) -> Tensor:
-        return local_cost(log_h, samples, hyper.alpha_p, hyper.alpha_r, method.costs)
+        return local_cost(log_h, samples, hyper.alpha_p, hyper.alpha_r, rules_of(method).costs)
 
     of_f = hessian_norm(lambda theta: cost(predict(theta)), theta, iterations, tolerance)
-    if not method.parts.personal:
+    if not method.traits.personal:
         return of_f, 0.0
     partner = predict(theta)
     of_F = hessian_norm(
@@ -93,13 +93,13 @@ def constants_of(setup: Setup, L: float, sigma: float = 0.0) -> Constants:
         Q_max=effective.max().item(),
         Q_min=effective.min().item(),
         sigma=sigma,
-        S=setup.work.batch_labelled + (setup.work.batch_unlabelled if setup.method.parts.unlabelled else 0),
+        S=setup.work.batch_labelled + (setup.work.batch_unlabelled if setup.method.traits.unlabelled else 0),
     )
 
 
 def _steps(setup: Setup, device: int) -> tuple[int, int] | None:
     """The fewest and the most local steps of a device in a round; None if it can do none."""
-    work, unlabelled = setup.work, setup.method.parts.unlabelled
+    work, unlabelled = setup.work, setup.method.traits.unlabelled
     extremes = [work, work]
     if work.unit == "hlu":
         extremes = [work._replace(unit="epochs", amount=epochs) for epochs in work.hlu]
@@ -108,14 +108,14 @@ def _steps(setup: Setup, device: int) -> tuple[int, int] | None:
 
 
 def _eta_g(setup: Setup, counts: Tensor, effective: Tensor) -> float:
-    if not setup.method.parts.normalised:
+    if not rules_of(setup.method).parts.normalised:
         raise InputError("algorithm.normalised = false: the theorems are about normalised aggregation")
-    if isinstance(setup.method.eta_g, float | int):
-        return float(setup.method.eta_g)
-    steps = counts if setup.method.eta_g == "mean_steps" else effective
+    if isinstance(rules_of(setup.method).eta_g, float | int):
+        return float(rules_of(setup.method).eta_g)
+    steps = counts if rules_of(setup.method).eta_g == "mean_steps" else effective
     if steps.min() < steps.max():
         raise InputError(
-            f'algorithm.eta_g = "{setup.method.eta_g}": differs from round to round here, as devices take '
+            f'algorithm.eta_g = "{rules_of(setup.method).eta_g}": differs from round to round here, as devices take '
             f"{int(counts.min())} to {int(counts.max())} steps, and the theorems need one; give a number"
         )
     return steps.max().item()

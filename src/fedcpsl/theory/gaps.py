@@ -8,10 +8,21 @@ import torch
 from torch import Tensor
 
 from fedcpsl.algorithm import Method
-from fedcpsl.algorithms.family import step_costs
+from fedcpsl.algorithms.family import Rules, relabel, step_costs
 from fedcpsl.errors import InputError
 from fedcpsl.problem import Samples
 from fedcpsl.simulation import State
+
+
+def applies(method: Method) -> bool:
+    """Whether the paper's analysis speaks of an algorithm: of its own family alone."""
+    return isinstance(method.rules, Rules)
+
+
+def rules_of(method: Method) -> Rules:
+    if not isinstance(method.rules, Rules):
+        raise InputError("the paper's gaps and bounds are those of FedCPSL's family; take an algorithm of it")
+    return method.rules
 
 
 class Objectives(NamedTuple):
@@ -25,7 +36,7 @@ class Objectives(NamedTuple):
 
 def objectives(state: State) -> Objectives:
     """sum_i w_i f_i(theta, nu_i), |its gradient in theta|^2, sum_i w_i F_i and sum_i w_i |grad_{theta_lc} F_i|^2."""
-    has_personal = state.setup.method_after(state.round).parts.personal
+    has_personal = state.setup.method_after(state.round).traits.personal
     total, gradient, personal, personal_norm = 0.0, torch.zeros_like(state.server.theta), 0.0, 0.0
     for device, weight in _weights(state):
         costs, gradients = _full_gradients(state, device)
@@ -56,7 +67,7 @@ def gap(state: State, L: float = 1.0) -> Gap:
     L is the smoothness constant: give yours. It only weighs the two parts, and without one they are weighed with 1.
     """
     gradient = torch.zeros_like(state.server.theta)
-    change, personal, has_personal = 0.0, 0.0, state.setup.method_after(state.round).parts.personal
+    change, personal, has_personal = 0.0, 0.0, state.setup.method_after(state.round).traits.personal
     for device, weight in _weights(state):
         gradients = _full_gradients(state, device)[1]
         gradient += weight * gradients[0]
@@ -80,7 +91,7 @@ def control_error(state: State) -> float:
 
     Where the algorithm has none, c_i is 0.
     """
-    total, has_controls = 0.0, state.setup.method.parts.control_variates
+    total, has_controls = 0.0, rules_of(state.setup.method).parts.control_variates
     for device, weight in _weights(state):
         gradient = _full_gradients(state, device)[1][0]
         total += weight * (gradient - state.device(device).c if has_controls else gradient).square().sum().item()
@@ -90,11 +101,11 @@ def control_error(state: State) -> float:
 def virtual_labels(state: State, device: int) -> Tensor:
     """nu~_i^{r+1} = what the device's pseudo-labels would become if it were active in the next round."""
     setup, nu = state.setup, state.nu(device)
-    if not setup.method.parts.unlabelled or not len(nu):
+    if not setup.method.traits.unlabelled or not len(nu):
         return nu
     method, broadcast = setup.method_after(state.round), setup.algorithm.broadcast(state.server)
     x = setup.shelf.x(setup.shelf.unlabelled_rows(device))
-    return setup.algorithm.relabel(method, state.hyper(device), broadcast, state.device(device), x, nu, len(nu))
+    return relabel(method, state.hyper(device), broadcast, state.device(device), x, nu, nu.new_tensor(len(nu)))
 
 
 def all_samples(state: State, device: int) -> Samples:
@@ -103,7 +114,7 @@ def all_samples(state: State, device: int) -> Samples:
         raise InputError("samples made on demand: gaps and objectives need those of all devices; hold them in memory")
     shelf, rows = state.setup.shelf, state.setup.shelf.all_rows(device)
     start, stop = rows.start, rows.stop
-    if not state.setup.method.parts.unlabelled:
+    if not state.setup.method.traits.unlabelled:
         stop = start + int(shelf.labelled[device])
     is_labelled = torch.arange(start, stop, device=shelf.where) < start + int(shelf.labelled[device])
     labelled, unlabelled = is_labelled.to(shelf.dtype), (~is_labelled).to(shelf.dtype)
@@ -127,7 +138,9 @@ def _weights(state: State) -> Iterator[tuple[int, float]]:
 def analysed(state: State) -> Method:
     """The method as the analysis sees it: with both models, whichever of them a round trains."""
     method = state.setup.method_after(state.round)
-    return method._replace(personal_round=False, parts=method.parts._replace(alone=False))
+    rules = rules_of(method)
+    traits, parts = method.traits._replace(alone=False), rules.parts._replace(alone=False)
+    return Method(method.network, traits, rules._replace(parts=parts))
 
 
 def _full_gradients(state: State, device: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,142 @@
+"""Ditto (Li et al., 2021): FedAvg's model for all, and on each device one of its own that is pulled towards it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedcpsl import averaging
+from fedcpsl.algorithm import Method, Traits
+from fedcpsl.averaging import Broadcast, Upload, add_labelled_gradient, descend, model_of, stacked
+from fedcpsl.kinds import real, text
+from fedcpsl.network import Leaves
+from fedcpsl.problem import Samples
+from fedcpsl.schedule import Sizes
+from fedcpsl.settings import AUTO
+
+VARIANTS = {"ditto": Traits(unlabelled=False, personal=True, models=2, gradients_per_step=2)}
+RECORDED = {"personal": "device.v"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Ditto's own."""
+
+    name: str = text("ditto", "the algorithm")
+    eta: float | str = real(AUTO, "step size of the model for all", 0, open_ends="[", also=(AUTO,))
+    eta_lc: float | str = real(AUTO, "step size of a device's own model; auto: eta", 0, open_ends="[", also=(AUTO,))
+    lam: float = real(1.0, "how strongly a device's own model is pulled towards the one for all; 0: not at all", 0)
+
+
+class Hyper(NamedTuple):
+    """Numbers that only scale."""
+
+    eta: Tensor
+    eta_lc: Tensor
+    lam: Tensor
+
+
+class Device(NamedTuple):
+    """What never leaves the device."""
+
+    v: Tensor  # [..., parameters]: its own model
+
+
+class Local(NamedTuple):
+    """One device's working state in a round: w, then v; v alone in a personal round."""
+
+    models: Leaves  # [..., 1 or 2, *shape] each
+    start: Leaves  # [..., *shape] each: theta^r
+    costs: Tensor  # [..., 1 or 2]
+
+
+resolve, alike, init_server, broadcast, commit = (
+    averaging.resolve,
+    averaging.alike,
+    averaging.init_server,
+    averaging.broadcast,
+    averaging.commit,
+)
+contribution, apply, admit, general_model = (
+    averaging.contribution,
+    averaging.apply,
+    averaging.admit,
+    averaging.general_model,
+)
+
+
+def decided(settings: Settings, _: Method, eta: float) -> Settings:
+    return replace(settings, eta=eta, eta_lc=eta if settings.eta_lc == AUTO else settings.eta_lc)
+
+
+def phases(method: Method, _settings: Settings, *, two_phase: bool) -> tuple[Method, Method]:
+    """Personal rounds go on with v alone. (Two phases are the same but that v begins only then: v stays theta^0.)"""
+    del two_phase
+    alone = method.traits._replace(models=1, gradients_per_step=1)
+    return method, method._replace(traits=alone, personal_round=True)
+
+
+def numbers(_: Method, settings: Settings, _sizes: Sizes, *, warming: bool) -> Mapping[str, Any]:  # noqa: ARG001
+    eta_lc = settings.eta if settings.eta_lc == AUTO else settings.eta_lc
+    return {"eta": settings.eta, "eta_lc": eta_lc, "lam": settings.lam}
+
+
+def init_device(_: Method, broadcast: Broadcast) -> Device:
+    """v_i = the theta first received."""
+    return Device(broadcast.theta.clone())
+
+
+def begin(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device) -> Local:
+    """w = theta^r; v as the device kept it."""
+    trained = [device.v] if method.personal_round else [broadcast.theta, device.v]
+    start = method.network.split(broadcast.theta.expand(*hyper.eta.shape, -1))
+    return Local(stacked(method, hyper, *trained), start, hyper.eta.new_zeros(*hyper.eta.shape, len(trained)))
+
+
+def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
+    """w <- w - eta g(w; B) and v <- v - eta_lc (g(v; B) + lam (v - theta^r)), on the same minibatch."""
+    gradient = pull(hyper.lam, local.models, local.start)
+    costs = add_labelled_gradient(method, hyper, gradient, local.models, samples)
+    etas = [hyper.eta_lc] if method.personal_round else [hyper.eta, hyper.eta_lc]
+    descend(local.models, torch.stack(etas, -1), gradient)
+    return local._replace(costs=local.costs + costs)
+
+
+def pull(lam: Tensor, models: Leaves, start: Leaves) -> Leaves:
+    """lam (v - theta^r) for v, the last of the models, and 0 for w."""
+    lead, pulls = lam.dim(), []
+    for leaf, first in zip(models, start, strict=True):
+        towards = torch.zeros_like(leaf)
+        v = leaf.select(lead, -1)
+        towards.select(lead, -1).copy_(lam.reshape(lam.shape + (1,) * (v.dim() - lead)) * (v - first))
+        pulls.append(towards)
+    return tuple(pulls)
+
+
+def costs(local: Local) -> Tensor:
+    """l(w) and l(v), or l(v), summed over the steps so far."""
+    return local.costs
+
+
+def finish(
+    method: Method, hyper: Hyper, broadcast: Broadcast, _device: Device, local: Local, _steps: Tensor
+) -> tuple[Device, Upload]:
+    """v is kept; w - theta^r is sent."""
+    kept = Device(model_of(method, hyper, local.models, -1))
+    if method.personal_round:
+        return kept, Upload(kept.v[..., :0])
+    return kept, Upload(model_of(method, hyper, local.models, 0) - broadcast.theta)
+
+
+def own_model(_: Method, device: Device) -> Tensor:
+    """v_i."""
+    return device.v
+
+
+def predict(_: Method, _hyper: Hyper, log_h: Tensor | None, log_h_own: Tensor | None) -> Tensor:
+    """h(v_i; x); whoever has no model of its own is answered by theta."""
+    found = log_h if log_h_own is None else log_h_own
+    assert found is not None
+    return found

@@ -1,0 +1,150 @@
+"""What many algorithms share: one model at the server, updates that are averaged, and the loss on labelled samples."""
+
+from collections.abc import Hashable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedcpsl.algorithm import Method, Roster, Traits
+from fedcpsl.each import subtract_scaled
+from fedcpsl.network import Leaves
+from fedcpsl.problem import Samples, costs_and_slope_at_once, cross_entropy, local_cost_and_slope, row_weights
+
+
+class Server(NamedTuple):
+    """What the server keeps."""
+
+    theta: Tensor  # [parameters]
+
+
+class Broadcast(NamedTuple):
+    """Server to device."""
+
+    theta: Tensor
+
+
+class Nothing(NamedTuple):
+    """What a device keeps that keeps nothing."""
+
+
+class Upload(NamedTuple):
+    """Device to server."""
+
+    delta: Tensor  # [..., parameters], or empty where nothing is sent
+
+
+class Sum(NamedTuple):
+    """What the counted uploads of a round add up to."""
+
+    update: Tensor  # [parameters]
+    counted: Tensor
+
+
+def resolve(variant: Any, settings: Any, _costs: Any) -> tuple[Traits, Hashable]:
+    """A variant that is its traits; its settings are its rules."""
+    return variant, settings
+
+
+def decided(settings: Any, _method: Method, eta: float) -> Any:
+    """Nothing but the step size is ever `auto`."""
+    return replace(settings, eta=eta)
+
+
+def alike(method: Method) -> Hashable:
+    """Runs may go side by side whatever their settings: these are numbers of each slot."""
+    return method.traits
+
+
+def init_server(method: Method, _devices: int) -> Server:
+    """theta^0 as the network was made."""
+    return Server(method.network.initial.clone())
+
+
+def init_device(_method: Method, _broadcast: Any) -> Nothing:
+    return Nothing()
+
+
+def broadcast(server: Any) -> Broadcast:
+    """theta^r."""
+    return Broadcast(server.theta)
+
+
+def commit(_method: Method, _hyper: Any, _broadcast: Any, device: Any, _upload: Any) -> Any:
+    """Nothing changes on the device by being counted."""
+    return device
+
+
+def contribution(_method: Method, _hyper: Any, upload: Upload, weight: Tensor) -> Sum:
+    """omega_i (theta_i^{r+1} - theta^r)."""
+    return Sum(weight[..., None] * upload.delta, torch.ones_like(weight))
+
+
+def apply(_method: Method, server: Any, total: Sum, devices: int) -> Any:
+    """theta^{r+1} = theta^r + (N/m) sum_i omega_i (theta_i^{r+1} - theta^r)."""
+    return server._replace(theta=server.theta + (devices / total.counted) * total.update)
+
+
+def admit(_method: Method, server: Any, _before: Roster, _after: Roster) -> Any:
+    """Who joins changes nothing at the server."""
+    return server
+
+
+def general_model(_method: Method, server: Any) -> Tensor | None:
+    """theta."""
+    found: Tensor = server.theta
+    return found
+
+
+def no_own_model(_method: Method, _device: Any) -> Tensor | None:
+    return None
+
+
+def predict_general(_method: Method, _hyper: Any, log_h: Tensor | None, _log_h_own: Tensor | None) -> Tensor:
+    """h(theta; x)."""
+    assert log_h is not None
+    return log_h
+
+
+def stacked(method: Method, hyper: Any, *models: Tensor) -> Leaves:
+    """Models as leaves, [..., models, *shape] each, one set per slot: what `add_labelled_gradient` takes."""
+    lead, split = hyper.eta.dim(), method.network.split
+    each = [split(model.expand(*hyper.eta.shape, -1)) for model in models]
+    return tuple(torch.stack(leaves, lead) for leaves in zip(*each, strict=True))
+
+
+def model_of(method: Method, hyper: Any, models: Leaves, which: int) -> Tensor:
+    """One of the stacked models, flat, [..., parameters]."""
+    lead = hyper.eta.dim()
+    return method.network.join([leaf.select(lead, which) for leaf in models])
+
+
+def add_labelled_gradient(method: Method, hyper: Any, into: Leaves, models: Leaves, samples: Samples) -> Tensor:
+    """l(w; B) = mean_B -log h(w; x)_y, zero for an empty B, of each model; its gradient is added to `into`."""
+    lead, network = hyper.eta.dim(), method.network
+    keys = None if samples.keys is None else samples.keys.unsqueeze(lead)
+    target, labelled = samples.target.unsqueeze(lead), samples.labelled.unsqueeze(lead)
+    nothing = torch.zeros_like(hyper.eta)[..., None]
+    weights = row_weights(labelled, torch.zeros_like(labelled), nothing, nothing)
+
+    def cost(log_h: Tensor) -> Tensor:
+        return (labelled * cross_entropy(log_h, target)).sum(-1)
+
+    def slope(log_h: Tensor) -> tuple[Tensor, Tensor]:
+        return local_cost_and_slope(log_h, target, weights)
+
+    alphas = nothing[..., 0], nothing[..., 0]
+    at_once = partial(_at_once, samples=samples, alphas=alphas)
+    return network.add_gradient(into, models, samples.x.unsqueeze(lead), keys, cost, slope, at_once)
+
+
+def _at_once(outputs: Tensor, samples: Samples, alphas: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+    nothing = torch.zeros_like(samples.labelled)
+    return costs_and_slope_at_once(outputs, samples.target, samples.labelled, nothing, alphas, None)
+
+
+def descend(models: Leaves, eta: Tensor, gradient: Leaves) -> None:
+    """w <- w - eta gradient, in place; eta is [..., models]."""
+    subtract_scaled(models, eta, gradient)
