@@ -90,11 +90,11 @@ def federate(aggregation: str, hostile: int, times: float, seed: int, folder: Pa
     right_global = right = tests = 0
     own = []
     for name in sorted(set(devices) - bad):
-        device, kept = devices[name], load_kept(devices[name].folder)
+        device, kept = devices[name], load_kept(devices[name].folder, devices[name].terms)
         x, y = device.holdings.x_test, device.holdings.y_test
         guessed = device.terms.method.network.log_probabilities(last.server.theta, x).argmax(-1)
         right_global, tests = right_global + int((guessed == y).sum()), tests + len(y)
-        mixed = log_predictions(device.terms, kept.theta, kept.committed.theta_lc, x).argmax(-1)
+        mixed = log_predictions(device.terms, kept.received, kept.committed, x).argmax(-1)
         right = int((mixed == y).sum())
         own.append(right / len(y))
     return Outcome(right_global / tests, statistics.mean(own), ended)

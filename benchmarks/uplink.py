@@ -14,14 +14,15 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from fedcpsl import Algorithm, Federation, Run, Work, prepare
+from fedcpsl import Federation, Run, Work, prepare
 from fedcpsl.algorithms import all_algorithms, traits_of
-from fedcpsl.algorithms.family import Upload
+from fedcpsl.config import algorithm_settings
 from fedcpsl.models import make_model
 from fedcpsl.simulation import initial_state
 from fedcpsl.simulation.executors import local_rounds
 from fedcpsl.simulation.rounds import draw_plan, next_state
-from fedcpsl.simulation.slots import Ask, ground_of
+from fedcpsl.simulation.slots import Ask, ground_of, told_to
+from fedcpsl.trees import Tree, named_leaves
 
 SHAPES = {"mlp": (1, 28, 28), "cnn": (3, 32, 32)}
 
@@ -39,22 +40,22 @@ def uploads(name: str, model: str) -> tuple[int, int]:
     everyone = traits_of(name).everyone
     work = Work(rounds=1, active="auto" if everyone else 2, unit="steps", amount=1)
     network = make_model(model, [200, 200], shape, 10)
-    setup = prepare(federation(shape), network, Algorithm(name=name, eta=0.01), work, Run(device="cpu", processes=1))
+    settings = algorithm_settings(name)(name=name, eta=0.01)
+    setup = prepare(federation(shape), network, settings, work, Run(device="cpu", processes=1))
     state = initial_state(setup)
-    sent = setup.algorithm.broadcast(state.server)
     plan = draw_plan(state)
-    finished = next(
-        iter(local_rounds([Ask(setup, plan, state.devices, sent)], ground_of(setup.shelf, state.targets.clone())))
-    )
+    sent, rows = told_to(setup, state.server, [task.device for task in plan])
+    ask = Ask(setup, plan, state.devices, sent, rows=rows)
+    finished = next(iter(local_rounds([ask], ground_of(setup.shelf, state.targets.clone()))))
     message = 0 if setup.method.traits.alone else len(save(_message(finished.upload)))
     before = initial_state(setup)
     counted = (next_state(before, plan).uplink_bytes - before.uplink_bytes) // len(plan)
     return message, counted
 
 
-def _message(upload: Upload) -> dict[str, torch.Tensor]:
+def _message(upload: Tree) -> dict[str, torch.Tensor]:
     """One device's upload as it would travel."""
-    return {"delta": upload.delta[0].contiguous(), "steps": upload.steps[0].reshape(1)}
+    return {name: t[0].contiguous().reshape(-1) for name, t in named_leaves(upload).items()}
 
 
 def scaffold_as_published(model: str) -> int:

@@ -21,17 +21,20 @@ from fedcpsl.simulation import prepare
 from .conftest import small_federation, small_model
 
 SEED = 3
-NAMES = sorted(name for name in all_algorithms() if not traits_of(name).alone)
+OWN = {"feddyn": {"weighted": False}}  # without which an algorithm cannot run on real devices
+NAMES = sorted(name for name in all_algorithms() if not traits_of(name).alone and name != "fedamp")
 WORK = config.Work(rounds=5, active=4, unit="hlu", hlu=[1, 3], batch_labelled=3, batch_unlabelled=4)
 
 
 def make(name="fedcpsl", *, work=WORK, model=None, dtype="float64", **numbers):
     """The simulator's setup, from which both sides of a federation are made."""
-    chosen = {"eta": 0.05, "alpha_p": 0.5, "alpha_r": 0.2, "beta": [0.1, 0.9, 0.0, 1.0, 0.5]} | numbers
+    kind = config.algorithm_settings(name)
+    of_family = {"alpha_p": 0.5, "alpha_r": 0.2, "beta": [0.1, 0.9, 0.0, 1.0, 0.5]}
+    chosen = {"eta": 0.05} | (of_family if kind is config.Algorithm else OWN.get(name, {})) | numbers
     if traits_of(name).everyone:
         work = replace(work, active="auto")
     run = config.Run(executor="sequential", processes=1, dtype=dtype, seed=SEED, device="cpu")
-    return prepare(small_federation(), model or small_model(), config.Algorithm(name=name, **chosen), work, run)
+    return prepare(small_federation(), model or small_model(), kind(name=name, **chosen), work, run)
 
 
 def participants(setup, folder, **chosen):
@@ -151,8 +154,8 @@ class Faulty:
 
 def settled(device, member, epoch=0):
     """What a device will have kept once it hears what the server counted, or that control variates start again."""
-    kept = load_kept(device.folder)
-    kept = kept if kept.epoch == epoch else restarted(kept, epoch)
+    kept = load_kept(device.folder, device.terms)
+    kept = kept if kept.epoch == epoch else restarted(device.terms, kept, epoch)
     return settle(device.terms, kept, member.counted, member.factor)
 
 

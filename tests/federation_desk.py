@@ -20,7 +20,6 @@ from fedcpsl.deployment.addresses import free_port
 from fedcpsl.deployment.job import read_job, server_terms
 from fedcpsl.federation.device_store import load_kept
 from fedcpsl.federation.server_store import load_serving
-from fedcpsl.federation.terms import digest
 from fedcpsl.models import make_model
 from fedcpsl.schedule import stream
 from fedcpsl.simulation import prepare, simulate
@@ -138,7 +137,7 @@ class Desk:
 
     def serving(self):
         terms = server_terms(self.job)
-        return load_serving(self.folder / "server" / "server", digest(terms), terms.method.network.initial)
+        return load_serving(self.folder / "server" / "server", terms)
 
     @property
     def job(self):
@@ -146,7 +145,7 @@ class Desk:
 
     def kept(self, name: str):
         (folder,) = (self.folder / "devices" / name).iterdir()
-        return load_kept(folder)
+        return load_kept(folder, server_terms(self.job))
 
     def invariant_gap(self) -> float:
         """|c - sum_i w_i c_i|, after every device knows what was counted."""

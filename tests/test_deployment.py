@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedcpsl.algorithms.family import Broadcast
 from fedcpsl.cli import run_command
 from fedcpsl.config import Data
 from fedcpsl.deployment.conditions import Conditions, reason_to_decline
@@ -150,7 +151,7 @@ def test_a_job_runs_on_devices_that_know_nothing_but_their_data(tmp_path):
     assert np.allclose([list(p.values()) for p in guessed], expected.numpy(), atol=1e-6)
     wrong = fedcpsl("predict", "bob", "job.toml", cwd=tmp_path)
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
-    kept = load_serving(tmp_path / "server", states[-1].settings, server_terms(job).method.network.initial)
+    kept = load_serving(tmp_path / "server", server_terms(job))
     assert torch.equal(kept.server.theta, states[-1].server.theta)
     assert pause_after(states[-1]) == 0.0
     idle = [pause_after(states[1]._replace(counted=(), turn=Turn(0, k))) for k in (0, 4, 8, 1000)]
@@ -170,7 +171,7 @@ def test_data_that_does_not_fit_the_job_is_refused_and_only_the_device_is_told_w
 def good_order(job=JOB, **changes):
     terms = server_terms(read_job(job, "job"))
     theta = terms.method.network.initial
-    order = Order("r", Turn(0, 0), TRAIN, digest(terms), theta, torch.zeros_like(theta), 0, 0, None, 3, 0.0)
+    order = Order("r", Turn(0, 0), TRAIN, digest(terms), Broadcast(theta, torch.zeros_like(theta)), 0, 0, None, 3, 0.0)
     message = order_message(order)
     return Message(message.header | changes, message.tensors)
 
@@ -255,7 +256,7 @@ def test_whatever_fails_while_an_order_is_carried_out_is_logged_and_refused(tmp_
 def test_an_order_larger_than_the_model_is_refused_before_it_is_read(tmp_path):
     job = read_job(JOB, "job")
     assert parameters_of(job) == 6 * 5 + 5 + 5 * 3 + 3 == 53
-    assert message_bytes(job) == 2 * 53 * 4
+    assert message_bytes(job) == (2 * 53 * 4, 53 * 4)
     handler = Handler(owner(tmp_path))
     assert handler.refusal_before_tensors(read_about_of(good_order(), JOB)) is None
     large = Message(good_order().header, {"theta": torch.zeros(107)})

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedcpsl.errors import RunError
-from fedcpsl.federation import digest, respond, serve, terms_of
+from fedcpsl.federation import respond, serve, terms_of
 from fedcpsl.federation.device_store import load_kept, settle
 from fedcpsl.federation.messages import TRAIN, Turn, order_message
 from fedcpsl.federation.server_store import load_serving
@@ -48,7 +48,7 @@ class Mortal(Faulty):
 
 
 def on_disk(setup, folder):
-    return load_serving(folder, digest(terms_of(setup)), setup.method.network.initial)
+    return load_serving(folder, terms_of(setup))
 
 
 def serve_through(setup, folder, transport, check, leasts, **chosen):
@@ -73,7 +73,7 @@ def watch(devices):
     def check(state):
         assert gap(state, devices) < 1e-12
         for name, device in devices.items():
-            kept = load_kept(device.folder)
+            kept = load_kept(device.folder, device.terms)
             progress = (0, Turn(-1, 0)) if kept is None else (kept.active_rounds, kept.counted or Turn(-1, 0))
             assert all(a >= b for a, b in zip(progress, before.get(name, progress), strict=True))
             before[name] = progress
@@ -114,7 +114,9 @@ def test_c_is_the_weighted_mean_of_all_c_i_under_any_faults(
     assert last.over
     assert last.round == setup.rounds
     assert all(
-        load_kept(devices[m.name].folder).counted == m.counted for m in last.roster if m.name not in last.dropouts
+        load_kept(devices[m.name].folder, devices[m.name].terms).counted == m.counted
+        for m in last.roster
+        if m.name not in last.dropouts
     )
     assert not any(word in reason for reason in transport.refusals for word in ("is gone", "older copy", "forgotten"))
 
@@ -132,7 +134,7 @@ def test_a_server_that_dies_says_the_same_again(quorum, tmp_path):
             last = serve_through(
                 setup, tmp_path / f"{k}" / "server", transport, watch(devices), quorum=quorum, leasts=[5]
             )
-        kept = [load_kept(device.folder) for device in devices.values()]
+        kept = [load_kept(device.folder, device.terms) for device in devices.values()]
         ends.append([*last.server, *(t for each in kept for t in (*each.committed, each.nu))])
         ends[-1] += [torch.tensor([each.active_rounds for each in kept])]
     for other in ends[1:]:
@@ -197,13 +199,13 @@ def test_a_write_that_stops_anywhere_loses_nothing(place, error, counted, disk, 
     else:
         with pytest.raises(Killed):
             respond(device, order_message(orders[1]))
-    wrote = load_kept(device.folder).last == Turn(1, 0)
+    wrote = load_kept(device.folder, device.terms).last == Turn(1, 0)
     assert wrote == (place == PLACES - 1)
     if wrote:
         respond(twin, order_message(orders[1]))
     after = [respond(each, order_message(orders[2])) for each in (device, twin)]  # round 1 was never counted
     assert torch.equal(after[0].tensors["delta"], after[1].tensors["delta"])
-    kept, other = load_kept(device.folder), load_kept(twin.folder)
+    kept, other = load_kept(device.folder, device.terms), load_kept(twin.folder, twin.terms)
     assert kept.counted == (Turn(0, 0) if counted else None)
     assert kept.committed.c.any() == counted
     assert all(torch.equal(a, b) for a, b in zip(kept.committed, other.committed, strict=True))
@@ -214,7 +216,7 @@ def test_what_was_not_counted_is_dropped(disk, tmp_path):
     setup = SETUPS["fedcpsl"]
     device = participants(setup, tmp_path)["phone-1"]
     respond(device, order_message(the_order(setup)))
-    kept = load_kept(device.folder)
+    kept = load_kept(device.folder, device.terms)
     assert disk.places > 0
     settled = partial(settle, device.terms)
     assert settled(kept, None).pending is None
@@ -242,9 +244,9 @@ def test_an_answer_lost_and_three_rounds_of_rest(disk, tmp_path):
     assert disk.left is None
     for turn, counted in (((0, 0), None), ((1, 0), (0, 0))):
         respond(device, order_message(the_order(setup, turn, counted)))
-    committed = load_kept(device.folder).committed
+    committed = load_kept(device.folder, device.terms).committed
     respond(device, order_message(the_order(setup, (4, 0), (0, 0))))
-    kept = load_kept(device.folder)
+    kept = load_kept(device.folder, device.terms)
     assert torch.equal(kept.committed.c, committed.c)
     assert not torch.equal(kept.committed.theta_lc, committed.theta_lc)
     assert kept.pending.answer.turn == kept.last == Turn(4, 0)
@@ -256,13 +258,13 @@ def test_an_attempt_given_up_is_not_taken_for_the_one_that_was_counted(disk, tmp
     device = participants(setup, tmp_path)["phone-1"]
     assert disk.left is None
     second = the_order(setup, (0, 1))
-    for order in (the_order(setup), second._replace(c=second.c + 0.1)):
+    for order in (the_order(setup), second._replace(broadcast=second.broadcast._replace(c=second.broadcast.c + 0.1))):
         respond(device, order_message(order))
-    pending = settle(device.terms, load_kept(device.folder), Turn(0, 1)).committed.c
+    pending = settle(device.terms, load_kept(device.folder, device.terms), Turn(0, 1)).committed.c
     reply = respond(device, order_message(the_order(setup, (1, 0), counted=(0, 0))))
     assert "older copy" in reply.header["reason"]
     respond(device, order_message(the_order(setup, (1, 0), counted=(0, 1))))
-    assert torch.equal(load_kept(device.folder).committed.c, pending)
+    assert torch.equal(load_kept(device.folder, device.terms).committed.c, pending)
 
 
 def test_a_device_that_leaves_keeps_its_weight(tmp_path):
@@ -276,7 +278,9 @@ def test_a_device_that_leaves_keeps_its_weight(tmp_path):
         last = serve_through(setup, tmp_path / "server", Mortal(devices, disk, gone), watch(devices), [5])
     assert [m.name for m in last.roster] == list(devices)
     assert last.roster[2].counted == Turn(1, 0)
-    assert load_kept(devices["phone-2"].folder).counted == Turn(0, 0)  # it has not heard of the other yet
+    assert load_kept(devices["phone-2"].folder, devices["phone-2"].terms).counted == Turn(
+        0, 0
+    )  # it has not heard of the other yet
 
 
 def test_a_server_put_back_to_an_older_copy_is_found_out(tmp_path):
@@ -305,7 +309,7 @@ def test_a_spoilt_file_is_said_to_be_so(tmp_path):
     raw[-1] ^= 1
     path.write_bytes(raw)
     with pytest.raises(RunError, match="checksum"):
-        load_kept(path.parent)
+        load_kept(path.parent, devices["phone-1"].terms)
     reply = respond(devices["phone-1"], order_message(the_order(setup, (1, 0))))
     assert "checksum" in reply.header["reason"]
     assert str(tmp_path) not in reply.header["reason"]

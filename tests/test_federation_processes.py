@@ -9,6 +9,7 @@ import subprocess
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("cryptography", reason="cryptography is not installed: pip install 'fedcpsl[federation]'")
 
@@ -162,3 +163,30 @@ def test_a_server_goes_back(federation):
         assert [m.name for m in state.roster] == [m.name for m in before.roster]
     finally:
         desk.close()
+
+
+def test_another_algorithm_over_real_processes(tmp_path):
+    """Ditto's own model stays on the device and answers; what travels is one vector each way."""
+    desk = Desk(tmp_path, devices=2, rounds=2, active=2)
+    job = tmp_path / "job.toml"
+    job.write_text(job.read_text().replace("[algorithm]", '[algorithm]\nname = "ditto"\nlam = 0.5'))
+    try:
+        desk.serve()
+        desk.wait_for_word("server", "listening on", LONGEST_S)
+        for name in desk.names:
+            desk.join(name)
+        desk.wait(lambda status: status["over"], LONGEST_S)
+        assert desk.processes["server"].wait(LONGEST_S) == 0
+    finally:
+        desk.close()
+    state = desk.serving()
+    assert list(state.server._fields) == ["theta"]
+    for name in desk.names:
+        kept = desk.kept(name)
+        assert kept.active_rounds == 2
+        assert not torch.equal(kept.committed.v, kept.received.theta)
+    asked = subprocess.run(
+        [*desk.fedcpsl, "predict", f"devices/{desk.names[0]}", "dev0.npz"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert asked.returncode == 0, asked.stderr
+    assert "accuracy" in asked.stderr

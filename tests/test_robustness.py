@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from fedcpsl.algorithms.family import Sum, Upload
 from fedcpsl.errors import InputError, RunError
-from fedcpsl.federation import Message, digest, respond, serve, terms_of
-from fedcpsl.federation.device_store import load_kept, save_kept, scaled, settle
+from fedcpsl.federation import Message, respond, serve, terms_of
+from fedcpsl.federation.device_store import load_kept, save_kept, settle
 from fedcpsl.federation.loopback import Loopback
 from fedcpsl.federation.messages import HELLO, TRAIN, Answer, Turn, order_message
+from fedcpsl.federation.protection import scaled
 from fedcpsl.federation.robustness import (
     Limits,
     check_limits,
@@ -74,9 +75,9 @@ def test_the_lower_median():
 def test_the_rate_of_an_update():
     """eta = 0.05, gamma = 0.8, Q = 1: Q~ = 5 - 0.8 * 0.2 / 0.04 = 1; a norm of 5 makes 5 / 0.05 = 100."""
     terms = terms_of(make(gamma=0.8))
-    assert update_rate(terms, Upload(torch.tensor([3.0, 4.0]), torch.tensor(1))) == pytest.approx(100.0)
+    assert update_rate(terms, Upload(torch.tensor([3.0, 4.0]), torch.tensor(1)), 1) == pytest.approx(100.0)
     huge = torch.full((4,), 3e38, dtype=torch.float32)  # whose norm is infinite in float32
-    assert update_rate(terms, Upload(huge, torch.tensor(1))) == pytest.approx(6e38 / 0.05, rel=1e-6)
+    assert update_rate(terms, Upload(huge, torch.tensor(1)), 1) == pytest.approx(6e38 / 0.05, rel=1e-6)
 
 
 def test_the_middle_of_numbers():
@@ -143,7 +144,7 @@ def test_limits_that_are_none(limits):
 
 
 def answer(delta, steps=1):
-    return Answer("r", Turn(0, 0), TRAIN, steps=steps, delta=delta)
+    return Answer("r", Turn(0, 0), TRAIN, steps=steps, upload=Upload(delta, torch.tensor(steps)))
 
 
 @pytest.mark.parametrize("active", [1, 2, 5])
@@ -263,8 +264,10 @@ def test_c_is_the_mean_of_what_was_counted(tmp_path_factory, aggregation, factor
         if message.header["kind"] != TRAIN:
             return message
         sent = times(factor, **({"steps": 1} if claim else {}))(message)
-        kept = load_kept(device.folder)
-        answer = kept.pending.answer._replace(delta=sent.tensors["delta"], steps=sent.header["steps"])
+        kept = load_kept(device.folder, device.terms)
+        steps = sent.header["steps"]
+        upload = Upload(sent.tensors["delta"], torch.tensor(steps))
+        answer = kept.pending.answer._replace(upload=upload, steps=steps)
         save_kept(device.folder, kept._replace(pending=kept.pending._replace(answer=answer)))
         return sent
 
@@ -286,7 +289,7 @@ def test_a_clipped_update_counts_for_as_much_as_the_median(tmp_path):
     terms, rates = terms_of(setup), {m.name: m.rate for m in states[-1].roster}
     middle = lower_median(list(rates.values()))
     for m in states[-1].roster:
-        kept = load_kept(devices[m.name].folder)
+        kept = load_kept(devices[m.name].folder, devices[m.name].terms)
         assert m.factor == pytest.approx(min(1.0, middle / rates[m.name]))
         assert float(kept.committed.c.norm()) == pytest.approx(m.factor * rates[m.name], rel=1e-9)
     assert any(m.factor < 1 for m in states[-1].roster)
@@ -368,8 +371,10 @@ def test_a_device_is_forgotten_with_its_weight(tmp_path):
     assert first.members == 4
     assert first.samples == states[-3].samples == sum(m.labelled + m.unlabelled for m in state.roster) - 6
     assert state.roster[2].counted is None
-    assert load_kept(devices["phone-2"].folder).epoch == 0
-    assert all(load_kept(d.folder).epoch == state.epoch > 0 for name, d in devices.items() if name != "phone-2")
+    assert load_kept(devices["phone-2"].folder, devices["phone-2"].terms).epoch == 0
+    assert all(
+        load_kept(d.folder, d.terms).epoch == state.epoch > 0 for name, d in devices.items() if name != "phone-2"
+    )
     assert sum(bool(s.events) for s in states) == 1
     assert state.server.c.any()
     with pytest.raises(RunError, match="no other device has a weight"):
@@ -382,10 +387,9 @@ def test_going_back_to_an_earlier_state(tmp_path):
     for state in serve(terms_of(setup), rules(setup, least=5), folder, Loopback(devices)):
         thetas[state.round] = state.server.theta
     assert earlier_rounds(folder) == [4, 5, 6, 7, 8]
-    like, settings_ = setup.method.network.initial, digest(terms_of(setup))
     with pytest.raises(InputError, match=r"--back-to 3: .* there are: 4, 5, 6, 7, 8"):
-        go_back(folder, settings_, like, 3)
-    back = go_back(folder, settings_, like, 5)
+        go_back(folder, terms_of(setup), 3)
+    back = go_back(folder, terms_of(setup), 5)
     assert torch.equal(back.server.theta, thetas[5])
     assert not back.server.c.any()
     assert back.turn == Turn(5, 0)
@@ -404,11 +408,10 @@ def test_a_damaged_state_can_be_left_behind(tmp_path):
     raw[-1] ^= 1
     (folder / FILE).unlink()  # the newest kept state is the same file, so it is not written through
     (folder / FILE).write_bytes(raw)
-    like, settings_ = setup.method.network.initial, digest(terms_of(setup))
     with pytest.raises(RunError, match=r"checksum.*go back .*--back-to ROUND: 2, 3, 4, 5, 6"):
-        load_serving(folder, settings_, like)
-    assert go_back(folder, settings_, like, 6).round == 6
-    assert load_serving(folder, settings_, like).round == 6
+        load_serving(folder, terms_of(setup))
+    assert go_back(folder, terms_of(setup), 6).round == 6
+    assert load_serving(folder, terms_of(setup)).round == 6
 
 
 def test_states_of_the_version_before_are_gone_on_with(tmp_path):
@@ -420,15 +423,16 @@ def test_states_of_the_version_before_are_gone_on_with(tmp_path):
     header["roster"] = [each[:5] for each in json.loads(json.dumps(header["roster"]))]
     old = {name: header[name] for name in ("run", "settings", "turn", "begun", "roster")}
     save_tensors(folder / FILE, tensors, old)
-    kept = load_kept(devices["phone-1"].folder)
-    state = load_serving(folder, digest(terms_of(setup)), setup.method.network.initial)
+    kept = load_kept(devices["phone-1"].folder, devices["phone-1"].terms)
+    state = load_serving(folder, terms_of(setup))
     order = draw_orders(terms_of(setup), rules(setup), state)["phone-1"]
     respond(devices["phone-1"], order_message(order))
-    pending = load_kept(devices["phone-1"].folder)
-    after = settle(devices["phone-1"].terms, pending, Turn(3, 0)).committed.c
-    save_kept(devices["phone-1"].folder, pending._replace(pending=pending.pending._replace(c_server=None, c=after)))
+    pending = load_kept(devices["phone-1"].folder, devices["phone-1"].terms)
+    pending_of = devices["phone-1"]
+    after = settle(pending_of.terms, pending, Turn(3, 0)).committed.c
+    save_kept(devices["phone-1"].folder, pending._replace(pending=pending.pending._replace(c=after)))
     assert torch.equal(
-        settle(devices["phone-1"].terms, load_kept(devices["phone-1"].folder), Turn(3, 0)).committed.c, after
+        settle(pending_of.terms, load_kept(pending_of.folder, pending_of.terms), Turn(3, 0)).committed.c, after
     )
     assert not torch.equal(after, kept.committed.c)
     *_, last = serve(terms_of(setup), rules(setup, least=5), folder, Loopback(devices))

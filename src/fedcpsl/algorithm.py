@@ -61,8 +61,9 @@ class Algorithm(Protocol):
     `broadcast_each(method, server, devices)` in place of `broadcast`, stacked, [devices, ...], and
     `receive(method, server, devices, uploads, omega)` in place of `contribution` and `apply`, where the server must see
     who sent what; `newcomer`, the settings of a device that was not in training; `PREDICTS_WITH`, the numbers that
-    `predict` needs; `invariants`, which the conformance suite checks; `RECORDED`, what fields are called in recorded
-    runs.
+    `predict` needs; for real devices `greeting`, `started_again`, `update_rate`, `not_deployable` and `OWN_NUMBERS`
+    (see `fedcpsl.federation`); `invariants`, which the conformance suite checks; `RECORDED`, what fields are called in
+    recorded runs.
     """
 
     @property
@@ -130,6 +131,10 @@ class Algorithm(Protocol):
 
     def general_model(self, method: Method, server: Tree) -> Tensor | None:
         """The model that answers for whoever has none of their own, [parameters]; None without a server."""
+        ...
+
+    def received_model(self, method: Method, broadcast: Tree) -> Tensor | None:
+        """The general model as a device finds it in what it was sent; None where it needs none to predict."""
         ...
 
     def own_model(self, method: Method, device: Tree) -> Tensor | None:

@@ -98,6 +98,12 @@ def general_model(_method: Method, server: Any) -> Tensor | None:
     return found
 
 
+def received_model(_method: Method, broadcast: Any) -> Tensor | None:
+    """theta, as a device has it."""
+    found: Tensor = broadcast.theta
+    return found
+
+
 def no_own_model(_method: Method, _device: Any) -> Tensor | None:
     return None
 

@@ -33,6 +33,9 @@ class Resolved(NamedTuple):
 def resolved(settings: Any, network: Network, work: Work, costs: Costs | None = None) -> Resolved:
     """The method of an algorithm with settings that have a step size; InputError where they do not fit together."""
     algorithm, variant = find_algorithm(settings.name)
+    if not isinstance(settings, algorithm.Settings):
+        name = getattr(algorithm, "__name__", "its file")
+        raise InputError(f"algorithm.name = {settings.name!r}: has settings of its own; give {name}.Settings(...)")
     method = Method(network, *algorithm.resolve(variant, settings, costs or Costs()))
     if work.two_phase and not work.personal_rounds:
         raise InputError("work.two_phase = true: its second phase is personal rounds; give work.personal_rounds too")

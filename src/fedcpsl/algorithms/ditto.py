@@ -59,11 +59,12 @@ resolve, alike, init_server, broadcast, commit = (
     averaging.broadcast,
     averaging.commit,
 )
-contribution, apply, admit, general_model = (
+contribution, apply, admit, general_model, received_model = (
     averaging.contribution,
     averaging.apply,
     averaging.admit,
     averaging.general_model,
+    averaging.received_model,
 )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from fedcpsl.settings import Algorithm as Settings
 from fedcpsl.views import remembered
 
 PREDICTS_WITH = ("beta",)
+OWN_NUMBERS = ("beta",)  # that a real device may choose for itself
 SWITCHES = ("unlabelled", "personal", "control_variates", "momentum", "normalised")
 
 
@@ -216,6 +217,21 @@ def newcomer(settings: Settings) -> Settings:
     """Of a device that was not in training: it has a personal model, and the mean beta where devices have their own."""
     beta = settings.beta if isinstance(settings.beta, list) else [settings.beta]
     return replace(settings, personal=True, beta=sum(beta) / len(beta))
+
+
+def without_sums(settings: Settings) -> Settings:
+    """Without control variates, whose sum the server could not keep where no update is counted whole."""
+    if settings.control_variates is True:
+        raise InputError("algorithm.control_variates: works with no such aggregation; leave it out")
+    return replace(settings, control_variates=False)
+
+
+def alone(settings: Settings) -> Settings:
+    """The settings of the same devices without a server, as a comparison would have them."""
+    by_default = choose_eta_lc(replace(settings, eta_lc=AUTO), float(settings.eta))
+    eta_lc = AUTO if settings.eta_lc == by_default else settings.eta_lc
+    automatic: dict[str, Any] = dict.fromkeys(SWITCHES, AUTO)
+    return replace(settings, name="local", eta_lc=eta_lc, **automatic)
 
 
 def alike(method: Method) -> Hashable:
@@ -449,6 +465,22 @@ def commit(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device, u
     return device._replace(c=device.c - (broadcast.c + mean_gradient(hyper, upload)))
 
 
+def greeting(broadcast: Broadcast) -> Broadcast:
+    """theta alone: c is for training."""
+    return broadcast._replace(c=broadcast.c[:0])
+
+
+def started_again(state: Server | Device) -> Server | Device:
+    """c, or c_i, at 0: what both sides must agree on begins anew; models stay."""
+    return state._replace(c=torch.zeros_like(state.c))
+
+
+def update_rate(hyper: Hyper, upload: Upload) -> Tensor:
+    """norm(theta_i - theta) / (eta Q~), what the device's mean gradient would have to be; in float64."""
+    exact = Hyper(*(number.double() for number in hyper))
+    return mean_gradient(exact, Upload(upload.delta.double(), upload.steps)).norm()
+
+
 # The server's round.
 
 
@@ -524,6 +556,11 @@ def predict(_: Method, hyper: Hyper, log_h: Tensor | None, log_h_own: Tensor | N
         assert found is not None
         return found
     return mixture(log_h_own, log_h, hyper.beta)
+
+
+def received_model(_: Method, broadcast: Broadcast) -> Tensor:
+    """theta, as a device has it."""
+    return broadcast.theta
 
 
 def partner(broadcast: Broadcast) -> Tensor:

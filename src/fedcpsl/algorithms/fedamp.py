@@ -179,6 +179,14 @@ def general_model(_: Method, server: Server) -> Tensor:
     return weights @ server.models
 
 
+def received_model(_: Method, _broadcast: Broadcast) -> None:
+    """The cloud model answers for nobody."""
+
+
+def not_deployable(_: Method) -> str:
+    return "messages carry one model for all so far, and each device needs its own; simulate it"
+
+
 def own_model(_: Method, device: Device) -> Tensor:
     """w_i."""
     return device.w

@@ -62,7 +62,8 @@ class Local(NamedTuple):
 
 
 resolve, decided, alike, broadcast = averaging.resolve, averaging.decided, averaging.alike, averaging.broadcast
-general_model, own_model, predict = averaging.general_model, averaging.no_own_model, averaging.predict_general
+general_model, received_model = averaging.general_model, averaging.received_model
+own_model, predict = averaging.no_own_model, averaging.predict_general
 
 
 def numbers(_: Method, settings: Settings, sizes: Sizes, *, warming: bool) -> Mapping[str, Any]:  # noqa: ARG001
@@ -138,6 +139,19 @@ def apply(_: Method, server: Server, total: Sum, devices: int) -> Server:
 def admit(_: Method, server: Server, before: Roster, after: Roster) -> Server:
     """Hbar <- Hbar N_old / N_new: joiners have H_i = 0."""
     return server._replace(mean_memory=server.mean_memory * (before.devices / after.devices))
+
+
+def started_again(state: Server | Device) -> Server | Device:
+    """Hbar, or H_i, at 0; theta stays."""
+    if isinstance(state, Device):
+        return Device(torch.zeros_like(state.memory))
+    return state._replace(mean_memory=torch.zeros_like(state.mean_memory))
+
+
+def not_deployable(method: Method) -> str:
+    """A device does not know N omega_i."""
+    weighted = isinstance(method.rules, Settings) and method.rules.weighted
+    return "alpha_i depends on the samples of all others; give algorithm.weighted = false" if weighted else ""
 
 
 def invariants(_: Method, server: Server, devices: Device, _omega: Tensor) -> dict[str, Tensor]:

@@ -122,7 +122,7 @@ class Handler:
         job = self._job_of(about.job, asked)
         if isinstance(job, Message):
             return pack(job)
-        most = message_bytes(job)
+        most, _ = message_bytes(job)
         if about.tensor_bytes <= most:
             return None
         return pack(

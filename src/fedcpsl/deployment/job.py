@@ -10,21 +10,25 @@ import numpy as np
 import torch
 from torch import nn
 
+from fedcpsl.algorithm import optional
+from fedcpsl.algorithms import find_algorithm
 from fedcpsl.config import Config, Run, flat_settings, with_settings
 from fedcpsl.data.federation import Federation, Source
 from fedcpsl.data.roles import LABELLED
 from fedcpsl.data.scaling import Scaling
 from fedcpsl.errors import InputError, did_you_mean
-from fedcpsl.federation.messages import LARGEST_SEED
+from fedcpsl.federation.messages import LARGEST_SEED, sent_tensors
 from fedcpsl.federation.protection import Protection, check_protection
 from fedcpsl.federation.robustness import BY_COORDINATE, Limits, check_limits
 from fedcpsl.federation.server import Rules
-from fedcpsl.federation.terms import Terms, terms_of
+from fedcpsl.federation.terms import Terms, shapes_of, terms_of
 from fedcpsl.models import choose_model, make_model
 from fedcpsl.schedule import stream
 from fedcpsl.settings import AUTO
 from fedcpsl.simulation import Setup, prepare
 from fedcpsl.simulation.setup import choose_eta
+from fedcpsl.trees import bytes_of
+from fedcpsl.views import remembered
 
 OF_RULES: dict[str, type] = {
     "deadline": float,
@@ -94,7 +98,7 @@ def read_job(text: str, where: str) -> Job:
     rules = _rules(config, own, where)
     job = Job(
         text,
-        _without_control_variates(config, where) if rules.limits.aggregation in BY_COORDINATE else config,
+        _without_sums(config, where) if rules.limits.aggregation in BY_COORDINATE else config,
         tuple(shape),
         tuple(map(str, classes)),
         _scaling(own, shape, where),
@@ -116,9 +120,12 @@ def parameters_of(job: Job) -> int:
         return sum(p.numel() for p in _model_of(job).parameters())
 
 
-def message_bytes(job: Job) -> int:
-    """The most that the tensors of one message can take: theta and c."""
-    return 2 * parameters_of(job) * (8 if job.config.run.dtype == "float64" else 4)
+@remembered
+def message_bytes(job: Job) -> tuple[int, int]:
+    """The most that the tensors of an order and of an answer can take: what the algorithm sends each way."""
+    shapes = shapes_of(server_terms(job))
+    order, answer = (sum(map(bytes_of, sent_tensors(tree).values())) for tree in (shapes.broadcast, shapes.upload))
+    return order, answer
 
 
 def _model_of(job: Job) -> nn.Module:
@@ -127,11 +134,13 @@ def _model_of(job: Job) -> nn.Module:
     return make_model(name, config.model.hidden, job.shape, len(job.classes))
 
 
-def _without_control_variates(config: Config, where: str) -> Config:
-    """What is robust number by number counts no device's whole update, so none could compute its c_i."""
-    if config.algorithm.control_variates is True:
-        raise InputError(f"{where}: algorithm.control_variates: works with no such aggregation; leave it out")
-    return replace(config, algorithm=replace(config.algorithm, control_variates=False))
+def _without_sums(config: Config, where: str) -> Config:
+    """What is robust number by number counts no device's whole update, so none could keep its part of a sum (c_i)."""
+    without = optional(find_algorithm(config.algorithm.name)[0], "without_sums")
+    try:
+        return replace(config, algorithm=without(config.algorithm)) if without else config
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
 
 
 def _numbers(kinds: dict[str, type], own: dict[str, Any], where: str) -> dict[str, Any]:

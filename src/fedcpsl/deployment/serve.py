@@ -17,7 +17,6 @@ from fedcpsl.deployment.status import read_status
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation.privacy import check_delta
 from fedcpsl.federation.server_store import go_back
-from fedcpsl.federation.terms import digest
 from fedcpsl.runs.files import make_folder, write_whole
 from fedcpsl.runs.folder import locked
 
@@ -48,7 +47,7 @@ def serve_job(path: Path, place: Place, say: Say, show: Show, back_to: int | Non
     with locked(place.folder):
         _keep_job(path, job, place.folder)
         ring = None if place.keys is None else KeyRing(place.keys, place.folder, say)
-        mailbox = Mailbox(job.text, message_bytes(job) // 2, set if ring is None else ring.banned)
+        mailbox = Mailbox(job.text, message_bytes(job)[1], set if ring is None else ring.banned)
         front = Front(place.folder, mailbox, ring, say)
         with listening(front, place.keys, place.host, place.port) as listener:
             if back_to is not None:
@@ -93,7 +92,7 @@ def _keep_job(path: Path, job: Job, folder: Path) -> None:
 
 def _go_back(job: Job, folder: Path, round: int, say: Say) -> None:
     terms = server_terms(job)
-    state = go_back(folder / "server", digest(terms), terms.method.network.initial, round)
+    state = go_back(folder / "server", terms, round)
     say(f"back to the state after {state.round} rounds; control variates start at 0 again")
 
 

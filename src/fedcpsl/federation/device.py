@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fedcpsl.algorithms.family import Broadcast, Device, Upload
 from fedcpsl.errors import InputError, RunError, printable
 from fedcpsl.federation.device_store import Kept, Pending, load_kept, opened, restarted, save_kept, settle
 from fedcpsl.federation.holdings import Holdings
@@ -55,17 +54,17 @@ def answer(participant: Participant, order: Order, clock: Clock = time.monotonic
     """Carry out an order, or say again what was said to it; RunError where it is not to be carried out."""
     check_protection(participant.protection)
     with opened(participant.folder):
-        kept = load_kept(participant.folder)
+        kept = load_kept(participant.folder, participant.terms)
         if kept is not None:
             _check_state(participant, kept, order)
-            kept = kept if order.epoch == kept.epoch else restarted(kept, order.epoch)
+            kept = kept if order.epoch == kept.epoch else restarted(participant.terms, kept, order.epoch)
         if order.kind == HELLO:
             return _greet(participant, kept, order)
         if kept is None:
             kept = _newcomer(participant, order)
         if kept.last is not None and order.turn <= kept.last:
             return _again(kept, order)
-        kept = settle(participant.terms, kept, order.counted, order.factor)._replace(theta=order.theta)
+        kept = settle(participant.terms, kept, order.counted, order.factor)._replace(received=order.broadcast)
         if order.kind == TRAIN:
             kept, said = _train(participant, kept._replace(last=order.turn), order, clock)
         else:
@@ -76,20 +75,21 @@ def answer(participant: Participant, order: Order, clock: Clock = time.monotonic
 
 def predict(participant: Participant, x: Tensor) -> Tensor:
     """Class probabilities of inputs by the device's personal model, also while it is being trained."""
-    kept = load_kept(participant.folder)
+    kept = load_kept(participant.folder, participant.terms)
     if kept is None:
         raise InputError(f"{participant.folder}: no model yet; join a federation first")
     return _log_predictions(participant, kept, x).exp()
 
 
 def _train(participant: Participant, kept: Kept, order: Order, clock: Clock) -> tuple[Kept, Answer]:
-    """What the device keeps after a round, its c_i pending, and what it sends."""
+    """What the device keeps after a round, what depends on being counted pending, and what it sends."""
     terms, holdings = participant.terms, participant.holdings
-    before: Device = map_tensors(lambda t: t.to(terms.where), kept.committed)
+    before = map_tensors(lambda t: t.to(terms.where), kept.committed)
     budget = min(filter(None, (participant.budget, order.budget)), default=0.0)
     warming = kept.active_rounds < terms.method.traits.warm_up
-    device, nu, upload = train(terms, holdings, before, kept.nu.to(terms.where), order, budget, clock, warming=warming)
-    sent = Upload(protect(upload.delta, participant.protection), upload.steps)
+    nu = kept.nu.to(terms.where)
+    device, nu, upload, steps = train(terms, holdings, before, nu, order, budget, clock, warming=warming)
+    sent = map_tensors(Tensor.cpu, protect(upload, participant.protection))
     kept = kept._replace(
         committed=map_tensors(Tensor.cpu, device),
         nu=nu.cpu(),
@@ -99,11 +99,11 @@ def _train(participant: Participant, kept: Kept, order: Order, clock: Clock) -> 
         order.run,
         order.turn,
         TRAIN,
-        steps=int(sent.steps),
-        delta=sent.delta.cpu(),
+        steps=steps,
+        upload=sent,
         accuracy=_accuracy(participant, kept),
     )
-    return kept._replace(pending=Pending(said, order.c)), said
+    return kept._replace(pending=Pending(said)), said
 
 
 def _check_state(participant: Participant, kept: Kept, order: Order) -> None:
@@ -122,7 +122,7 @@ def _check_state(participant: Participant, kept: Kept, order: Order) -> None:
 
 
 def _greet(participant: Participant, kept: Kept | None, order: Order) -> Answer:
-    """Tell the sizes, once; theta_lc starts at the theta that comes with the question."""
+    """Tell the sizes, once; a model of the device's own starts at the one that comes with the question."""
     if kept is None:
         kept = _newcomer(participant, order)
     elif kept.counted is not None:
@@ -140,8 +140,7 @@ def _newcomer(participant: Participant, order: Order) -> Kept:
             "variate cannot be made again; restore its folder, or join under another name"
         )
     terms, holdings = participant.terms, participant.holdings
-    nothing = order.theta.new_zeros(0)
-    device: Device = terms.algorithm.init_device(terms.method, Broadcast(order.theta, nothing))
+    device = terms.algorithm.init_device(terms.method, order.broadcast)
     return Kept(
         run=order.run,
         labelled=holdings.labelled,
@@ -150,7 +149,7 @@ def _newcomer(participant: Participant, order: Order) -> Kept:
         counted=None,
         pending=None,
         last=None,
-        theta=order.theta,
+        received=order.broadcast,
         nu=first_labels(terms, holdings).cpu(),
         active_rounds=0,
         epoch=order.epoch,
@@ -175,7 +174,8 @@ def _accuracy(participant: Participant, kept: Kept) -> float | None:
 
 def _log_predictions(participant: Participant, kept: Kept, x: Tensor) -> Tensor:
     where = participant.terms.where
-    return log_predictions(participant.terms, kept.theta.to(where), kept.committed.theta_lc.to(where), x)
+    received, device = (map_tensors(lambda t: t.to(where), tree) for tree in (kept.received, kept.committed))
+    return log_predictions(participant.terms, received, device, x)
 
 
 def refusal(message: Message, reason: str, *, later: bool = False) -> Message:

@@ -1,9 +1,10 @@
 """What a device keeps, on its own disk, in one file.
 
-An upload changes c_i only once the server has counted it, and the device hears of that in a later order, together with
-the factor by which the server multiplied it. So there are two slots: `committed`, and beside it `pending`, the last
-upload and the c that it was computed with. Both lie in one file that is replaced as a whole, once for each order: a
-kill at any moment leaves the state before the order or after it. Nobody else on the machine can read it.
+An upload changes some of what a device keeps (FedCPSL's c_i) only once the server has counted it, and the device hears
+of that in a later order, together with the factor by which the server multiplied it. So there are two slots:
+`committed`, and beside it `pending`, the last upload; what it was computed with is what was `received` last. Both lie
+in one file that is replaced as a whole, once for each order: a kill at any moment leaves the state before the order or
+after it. Nobody else on the machine can read it.
 """
 
 import os
@@ -15,13 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedcpsl.algorithms.family import Broadcast, Device, Upload
+from fedcpsl.algorithm import optional
 from fedcpsl.errors import RunError
-from fedcpsl.federation.messages import TRAIN, Answer, Turn
-from fedcpsl.federation.terms import Terms
+from fedcpsl.federation.messages import TRAIN, Answer, Turn, read_tree, sent_tensors
+from fedcpsl.federation.protection import scaled
+from fedcpsl.federation.terms import Shapes, Terms, shapes_of
 from fedcpsl.runs.checkpoint import load_tensors, save_tensors
 from fedcpsl.runs.files import make_folder
-from fedcpsl.trees import map_tensors
+from fedcpsl.trees import Tree, map_tensors, named_leaves, rebuilt
 
 FILE = "device.safetensors"
 
@@ -30,8 +32,7 @@ class Pending(NamedTuple):
     """An upload of which the device does not know yet whether it was counted."""
 
     answer: Answer  # as it was sent, to be sent again if the order is repeated
-    c_server: Tensor | None  # the c that came with the order
-    c: Tensor | None = None  # in files of version 0.1, in place of that: c_i if the upload was counted
+    c: Tensor | None = None  # in files of version 0.1, which had FedCPSL's family alone: c_i if it was counted
 
 
 class Kept(NamedTuple):
@@ -40,14 +41,14 @@ class Kept(NamedTuple):
     run: str
     labelled: int  # the sizes that it joined with
     unlabelled: int
-    committed: Device  # theta_lc is kept whatever becomes of an upload; c is what the server has counted
-    counted: Turn | None  # the last upload in c
+    committed: Tree  # of what depends on being counted, what the server has counted
+    counted: Turn | None  # the last upload in it
     pending: Pending | None
     last: Turn | None  # in which it trained
-    theta: Tensor  # the last one received
+    received: Tree  # the last broadcast, or what came of one with an order that was not for training
     nu: Tensor  # [unlabelled, classes]; no rows where unlabelled samples are not used
     active_rounds: int
-    epoch: int = 0  # of the server's control variates
+    epoch: int = 0  # of what both sides must agree on
 
 
 def settle(terms: Terms, kept: Kept, counted: Turn | None, factor: float = 1.0) -> Kept:
@@ -64,35 +65,26 @@ def settle(terms: Terms, kept: Kept, counted: Turn | None, factor: float = 1.0) 
     )
 
 
-def _with_counted(terms: Terms, kept: Kept, pending: Pending, factor: float) -> Device:
+def _with_counted(terms: Terms, kept: Kept, pending: Pending, factor: float) -> Tree:
     """What the algorithm keeps after its upload was counted, `factor` times."""
     if pending.c is not None:
         return kept.committed._replace(c=pending.c)
-    delta, c_server, steps = pending.answer.delta, pending.c_server, pending.answer.steps
-    assert delta is not None and c_server is not None  # noqa: PT018 - every upload has both
-    where = terms.where
-    broadcast = Broadcast(kept.theta.to(where), c_server.to(where))
-    upload = Upload(scaled(delta, factor).to(where), torch.tensor(steps, device=where))
-    device: Device = map_tensors(lambda t: t.to(where), kept.committed)
-    after: Device = map_tensors(
-        Tensor.cpu, terms.algorithm.commit(terms.method, terms.hyper, broadcast, device, upload)
+    upload = scaled(pending.answer.upload, factor)
+    broadcast, device, sent = (
+        map_tensors(lambda t: t.to(terms.where), tree) for tree in (kept.received, kept.committed, upload)
     )
-    return after
+    return map_tensors(Tensor.cpu, terms.algorithm.commit(terms.method, terms.hyper, broadcast, device, sent))
 
 
-def scaled(delta: Tensor, factor: float) -> Tensor:
-    """An update as the server counts it: the same bits on both sides."""
-    return delta if factor == 1 else delta * factor
-
-
-def restarted(kept: Kept, epoch: int) -> Kept:
-    """The state where the server starts c and every c_i at 0 again: nothing was counted yet; theta_lc stays."""
+def restarted(terms: Terms, kept: Kept, epoch: int) -> Kept:
+    """The state where the server starts again what both sides must agree on: nothing was counted yet; models stay."""
     if epoch < kept.epoch:
         raise RunError(
             f"the server's control variates are of epoch {epoch}, this device's of {kept.epoch}: the server was put "
             "back to an older copy; restore the newest, or go back with `fedcpsl serve --back-to`"
         )
-    committed = kept.committed._replace(c=torch.zeros_like(kept.committed.c))
+    again = optional(terms.algorithm, "started_again")
+    committed = again(kept.committed) if again else kept.committed
     return kept._replace(committed=committed, counted=None, pending=None, last=None, epoch=epoch)
 
 
@@ -114,34 +106,35 @@ def opened(folder: Path) -> Iterator[None]:
 
 def save_kept(folder: Path, kept: Kept) -> None:
     """Write the state, and return once it is on disk."""
-    pending, tensors = kept.pending, {"theta": kept.theta, "nu": kept.nu}
-    tensors |= {f"committed.{name}": t for name, t in kept.committed._asdict().items()}
+    pending, tensors = kept.pending, {"nu": kept.nu}
+    tensors |= named_leaves(kept.committed, "committed") | named_leaves(kept.received, "received")
     names = ("run", "labelled", "unlabelled", "active_rounds", "epoch")
     header: dict[str, Any] = {name: getattr(kept, name) for name in names}
     header |= {"counted": kept.counted, "last": kept.last}
-    if pending and pending.answer.delta is not None:
-        pair = {"pending.c_server": pending.c_server, "pending.c": pending.c}
-        tensors |= {"pending.delta": pending.answer.delta} | {n: t for n, t in pair.items() if t is not None}
+    if pending and pending.answer.upload is not None:
+        tensors |= {f"pending.{name}": t for name, t in sent_tensors(pending.answer.upload).items()}
+        tensors |= {} if pending.c is None else {"pending.c": pending.c}
         header["pending"] = [*pending.answer.turn, pending.answer.steps, pending.answer.accuracy]
     save_tensors(folder / FILE, tensors, header, private=True)
 
 
-def load_kept(folder: Path) -> Kept | None:
+def load_kept(folder: Path, terms: Terms) -> Kept | None:
     """What `save_kept` wrote; None where the device has kept nothing yet."""
     if not (folder / FILE).exists():
         return None
     tensors, numbers = load_tensors(folder / FILE)
     header = dict[str, Any](numbers)
+    shapes = shapes_of(terms)
     try:
         return Kept(
             run=header["run"],
             labelled=header["labelled"],
             unlabelled=header["unlabelled"],
-            committed=Device(*(tensors[f"committed.{name}"] for name in Device._fields)),
+            committed=rebuilt(shapes.device, [tensors[name] for name in named_leaves(shapes.device, "committed")]),
             counted=_turn(header["counted"]),
-            pending=_pending(header, tensors),
+            pending=_pending(header, tensors, shapes),
             last=_turn(header["last"]),
-            theta=tensors["theta"],
+            received=_received(tensors, shapes),
             nu=tensors["nu"],
             active_rounds=header["active_rounds"],
             epoch=header.get("epoch", 0),
@@ -150,14 +143,21 @@ def load_kept(folder: Path) -> Kept | None:
         raise RunError(f"{folder / FILE}: not the state of a device of this version: {error} is missing") from error
 
 
-def _pending(header: dict[str, Any], tensors: dict[str, Tensor]) -> Pending | None:
+def _received(tensors: dict[str, Tensor], shapes: Shapes) -> Tree:
+    """The last broadcast; versions before 0.2 kept its parts elsewhere, and had FedCPSL's family alone."""
+    if "theta" in tensors:
+        tensors = {"received.theta": tensors["theta"], "received.c": tensors.get("pending.c_server", torch.zeros(0))}
+    return rebuilt(shapes.broadcast, [tensors[name] for name in named_leaves(shapes.broadcast, "received")])
+
+
+def _pending(header: dict[str, Any], tensors: dict[str, Tensor], shapes: Shapes) -> Pending | None:
     if "pending" not in header:
         return None
     round, attempt, steps, accuracy = header["pending"]
-    answer = Answer(
-        header["run"], Turn(round, attempt), TRAIN, steps=steps, delta=tensors["pending.delta"], accuracy=accuracy
-    )
-    return Pending(answer, tensors.get("pending.c_server"), tensors.get("pending.c"))
+    sent = {name: tensors[f"pending.{name}"] for name in sent_tensors(shapes.upload)}
+    upload = read_tree(sent, shapes.upload, steps)
+    answer = Answer(header["run"], Turn(round, attempt), TRAIN, steps=steps, upload=upload, accuracy=accuracy)
+    return Pending(answer, tensors.get("pending.c"))
 
 
 def _turn(written: list[int] | None) -> Turn | None:

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from torch import Tensor
+
 from fedcpsl.errors import RunError
 from fedcpsl.federation.messages import (
     NEVER,
@@ -18,7 +20,8 @@ from fedcpsl.federation.messages import (
     read_answer,
 )
 from fedcpsl.federation.server_store import Serving
-from fedcpsl.federation.terms import Terms
+from fedcpsl.federation.terms import Terms, greeting_of
+from fedcpsl.trees import map_tensors
 
 
 class Replies(NamedTuple):
@@ -70,14 +73,14 @@ def make_order(
     terms: Terms, state: Serving, kind: str, seed: int, budget: float, device: int = NEVER, steps: int = 0
 ) -> Order:
     """What a device is asked for now."""
-    broadcast, member = terms.algorithm.broadcast(state.server), None if device < 0 else state.roster[device]
+    broadcast = map_tensors(Tensor.cpu, terms.algorithm.broadcast(state.server))
+    member = None if device < 0 else state.roster[device]
     return Order(
         run=state.run,
         turn=state.turn,
         kind=kind,
         settings=state.settings,
-        theta=broadcast.theta.cpu(),
-        c=broadcast.c.cpu() if kind == TRAIN else broadcast.c.cpu()[:0],
+        broadcast=broadcast if kind == TRAIN else greeting_of(terms, broadcast),
         device=device,
         seed=seed,
         counted=None if member is None else member.counted,

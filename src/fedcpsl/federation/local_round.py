@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from fedcpsl.algorithm import optional
-from fedcpsl.algorithms.family import Broadcast, Device, Hyper, Upload
 from fedcpsl.errors import RunError
 from fedcpsl.federation.holdings import Holdings, draw_task, minibatches
 from fedcpsl.federation.messages import Order
 from fedcpsl.federation.terms import Terms
+from fedcpsl.trees import Tree, leaves, map_tensors
 
 ROWS_AT_ONCE = 4096
 Clock = Callable[[], float]
@@ -20,15 +20,16 @@ Clock = Callable[[], float]
 class Trained(NamedTuple):
     """What a round leaves on the device, and the update before anything is done to it."""
 
-    device: Device
+    device: Tree
     nu: Tensor
-    upload: Upload
+    upload: Tree
+    steps: int
 
 
 def train(
     terms: Terms,
     holdings: Holdings,
-    device: Device,
+    device: Tree,
     nu: Tensor,
     order: Order,
     budget: float,
@@ -39,11 +40,11 @@ def train(
     """Relabel, take at least one and at most `order.steps` steps within `budget` seconds (0: no limit), finish."""
     begun = clock()
     algorithm, method, hyper = terms.algorithm, terms.method, terms.warming if warming else terms.hyper
-    broadcast = Broadcast(order.theta.to(terms.where), order.c.to(terms.where))
+    broadcast = map_tensors(lambda t: t.to(terms.where), order.broadcast)
     task = draw_task(terms, holdings, order.seed, order.turn.round, order.device, order.steps)
     if not task.steps:
         raise RunError("this device has no samples that the algorithm uses; nothing was done")
-    if method.traits.unlabelled and not warming:
+    if method.traits.unlabelled and not warming and optional(algorithm, "relabel"):
         nu = _relabel(terms, hyper, holdings, broadcast, device, nu)
     local = algorithm.begin(method, hyper, broadcast, device)
     done, since = 0, clock()
@@ -54,12 +55,12 @@ def train(
             break
     steps = torch.tensor(done, device=terms.where)
     device, upload = algorithm.finish(method, hyper, broadcast, device, local, steps)
-    if not (upload.delta.isfinite().all() and device.theta_lc.isfinite().all()):
+    if not all(t.isfinite().all() for t in (*leaves(upload), *leaves(device))):
         raise RunError(
             "this device's loss is no longer a finite number; the server should use a smaller algorithm.eta "
             "(or algorithm.alpha_p)"
         )
-    return Trained(device, nu, upload)
+    return Trained(device, nu, upload, done)
 
 
 def first_labels(terms: Terms, holdings: Holdings) -> Tensor:
@@ -69,19 +70,19 @@ def first_labels(terms: Terms, holdings: Holdings) -> Tensor:
     return torch.full((count, classes), 1 / classes, dtype=terms.dtype, device=terms.where)
 
 
-def log_predictions(terms: Terms, theta: Tensor, theta_lc: Tensor, x: Tensor) -> Tensor:
-    """What the device's own model says of inputs, as log-probabilities."""
-    predict, pieces = terms.method.network.log_probabilities, []
+def log_predictions(terms: Terms, received: Tree, device: Tree, x: Tensor) -> Tensor:
+    """What a device answers to inputs, from what it was sent last and what it keeps, as log-probabilities."""
+    algorithm, method = terms.algorithm, terms.method
+    models = algorithm.received_model(method, received), algorithm.own_model(method, device)
+    pieces = []
     with torch.no_grad():
         for some in x.split(ROWS_AT_ONCE):
-            log_h_own = predict(theta_lc, some) if terms.method.traits.personal else None
-            pieces.append(terms.algorithm.predict(terms.method, terms.hyper, predict(theta, some), log_h_own))
+            both = [None if m is None else method.network.log_probabilities(m, some) for m in models]
+            pieces.append(algorithm.predict(method, terms.hyper, *both))
     return torch.cat(pieces)
 
 
-def _relabel(
-    terms: Terms, hyper: Hyper, holdings: Holdings, broadcast: Broadcast, device: Device, nu: Tensor
-) -> Tensor:
+def _relabel(terms: Terms, hyper: Tree, holdings: Holdings, broadcast: Tree, device: Tree, nu: Tensor) -> Tensor:
     renew, count = optional(terms.algorithm, "relabel"), torch.tensor(holdings.unlabelled, device=terms.where)
     pieces = zip(holdings.x_unlabelled.split(ROWS_AT_ONCE), nu.split(ROWS_AT_ONCE), strict=True)
     return torch.cat([renew(terms.method, hyper, broadcast, device, x, part, count) for x, part in pieces])

@@ -7,10 +7,12 @@ step count; once its sizes; its accuracy if its owner shares it; and, where it r
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from fedcpsl.errors import RunError, printable
-from fedcpsl.federation.terms import Terms, digest, parts_of
+from fedcpsl.federation.terms import Terms, digest, shapes_of
+from fedcpsl.trees import Tree, named_leaves, rebuilt
 
 PROTOCOL = 2
 HELLO, TRAIN, END, REFUSAL = "hello", "train", "end", "refusal"
@@ -84,8 +86,7 @@ class Order(NamedTuple):
     turn: Turn
     kind: str
     settings: str  # digest of the terms
-    theta: Tensor
-    c: Tensor  # empty but for training with control variates
+    broadcast: Tree  # all of it for training, else what a device needs to begin and to predict
     device: int  # its place in the roster, which its random streams are keyed by; NEVER before it has one
     seed: int
     counted: Turn | None  # the last one that the server counted this device's update in
@@ -102,7 +103,7 @@ class Answer(NamedTuple):
     turn: Turn
     kind: str
     steps: int = 0
-    delta: Tensor | None = None
+    upload: Tree | None = None
     labelled: int = 0
     unlabelled: int = 0
     accuracy: float | None = None  # given only where the device's owner shares it
@@ -129,7 +130,7 @@ def order_message(order: Order) -> Message:
         "steps": order.steps,
         "budget": order.budget,
     }
-    return Message(header, {name: getattr(order, name) for name in ("theta", "c") if getattr(order, name).numel()})
+    return Message(header, sent_tensors(order.broadcast))
 
 
 def answer_message(answer: Answer) -> Message:
@@ -143,7 +144,19 @@ def answer_message(answer: Answer) -> Message:
     header |= {name: getattr(answer, name) for name in OF_ANSWER[answer.kind] if name not in header}
     if answer.accuracy is not None:
         header["accuracy"] = answer.accuracy
-    return Message(header, {} if answer.delta is None else {"delta": answer.delta})
+    return Message(header, {} if answer.upload is None else sent_tensors(answer.upload))
+
+
+def sent_tensors(tree: Tree) -> dict[str, Tensor]:
+    """What of a state travels, by the names of its fields; whole numbers count steps, and these the header has."""
+    return {name: t for name, t in named_leaves(tree).items() if t.numel() and t.is_floating_point()}
+
+
+def read_tree(tensors: Mapping[str, Tensor], like: Tree, steps: int) -> Tree:
+    """A state from what travelled, and the count of steps."""
+    count = torch.tensor(steps)
+    values = [tensors.get(name, t) if t.is_floating_point() else count for name, t in named_leaves(like).items()]
+    return rebuilt(like, values)
 
 
 def read_order(message: Message, terms: Terms) -> Order:
@@ -161,17 +174,15 @@ def read_order(message: Message, terms: Terms) -> Order:
     _check_numbers(header, who)
     if kind == TRAIN:
         _check_work(header, terms, who)
-    with_c = kind == TRAIN and parts_of(terms.method).control_variates
-    _check_tensors(message.tensors, ("theta", "c") if with_c else ("theta",), terms, who)
-    theta = message.tensors["theta"]
+    like = shapes_of(terms).broadcast if kind == TRAIN else shapes_of(terms).greeting
+    _check_tensors(message.tensors, sent_tensors(like), who)
     counted = Turn(header["counted_round"], header["counted_attempt"])
     return Order(
         run=header["run"],
         turn=_turn(header, who),
         kind=kind,
         settings=agreed,
-        theta=theta,
-        c=message.tensors["c"] if with_c else theta.new_zeros(0),
+        broadcast=read_tree(message.tensors, like, header["steps"]),
         device=header["device"],
         seed=header["seed"],
         counted=None if counted.round < 0 else counted,
@@ -228,9 +239,10 @@ def read_answer(message: Message, name: str, order: Order, terms: Terms) -> Answ
     sizes = header.get("labelled", 0), header.get("unlabelled", 0)
     if kind == HELLO and not (min(sizes) >= 0 < sum(sizes) < LARGEST_COUNT):
         raise RunError(f"{who} has {sizes[0]} labelled and {sizes[1]} unlabelled samples: it needs some")
-    _check_tensors(message.tensors, ("delta",) if kind == TRAIN else (), terms, who)
-    delta = message.tensors.get("delta")
-    return Answer(order.run, turn, kind, header.get("steps", 0), delta, *sizes, accuracy)
+    like = shapes_of(terms).upload
+    _check_tensors(message.tensors, sent_tensors(like) if kind == TRAIN else {}, who)
+    upload = read_tree(message.tensors, like, header["steps"]) if kind == TRAIN else None
+    return Answer(order.run, turn, kind, header.get("steps", 0), upload, *sizes, accuracy)
 
 
 def is_late(message: Message, order: Order) -> bool:
@@ -252,14 +264,15 @@ def _check_header(header: Mapping[str, Any], expected: Mapping[str, type], who: 
             raise RunError(f"{who}: {name} = {_short(header[name])} where {kind.__name__} is needed")
 
 
-def _check_tensors(tensors: Mapping[str, Tensor], expected: tuple[str, ...], terms: Terms, who: str) -> None:
+def _check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], who: str) -> None:
     if wrong := sorted(set(tensors) ^ set(expected)):
         raise RunError(f"{who}: {_short(wrong[0])} {'is missing' if wrong[0] in expected else 'has no place there'}")
     for name, t in tensors.items():
-        if t.dtype != terms.dtype:
-            raise RunError(f"{who}: {name} is of {t.dtype} where the model is of {terms.dtype}")
-        if t.shape != (terms.parameters,):
-            raise RunError(f"{who}: {name} has shape {list(t.shape)} where the model has {terms.parameters} parameters")
+        like = expected[name]
+        if t.dtype != like.dtype:
+            raise RunError(f"{who}: {name} is of {t.dtype} where the model is of {like.dtype}")
+        if t.shape != like.shape:
+            raise RunError(f"{who}: {name} has shape {list(t.shape)} where {list(like.shape)} is needed")
         if not t.isfinite().all():
             raise RunError(f"{who}: {name} has numbers that are not finite")
 

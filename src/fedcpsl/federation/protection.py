@@ -1,6 +1,7 @@
 """What is done to an update before it leaves the device."""
 
 import secrets
+from collections.abc import Callable
 from math import inf
 from typing import NamedTuple
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedcpsl.errors import InputError
+from fedcpsl.trees import Tree, leaves, map_tensors
 
 
 class Protection(NamedTuple):
@@ -25,12 +27,30 @@ def check_protection(protection: Protection) -> None:
         raise InputError(f"noise = {protection.noise:g}: is in units of the largest norm; give clip too")
 
 
-def protect(delta: Tensor, protection: Protection) -> Tensor:
-    """The update as it is sent; its noise comes from a seed that nobody else can know."""
+def protect(upload: Tree, protection: Protection) -> Tree:
+    """The update as it is sent, its numbers as one vector; its noise comes from a seed that nobody else can know."""
     if protection.clip:
-        delta = delta * (protection.clip / delta.norm().clamp_min(protection.clip))
+        factor = protection.clip / norm_of(upload).clamp_min(protection.clip)
+        upload = _of_numbers(lambda t: t * factor, upload)
     if protection.noise:
-        generator = torch.Generator(delta.device).manual_seed(secrets.randbits(63))
-        noise = torch.randn(delta.shape, generator=generator, dtype=delta.dtype, device=delta.device)
-        delta = delta + protection.clip * protection.noise * noise
-    return delta
+        upload = _of_numbers(lambda t: t + protection.clip * protection.noise * _noise(t), upload)
+    return upload
+
+
+def norm_of(upload: Tree) -> Tensor:
+    """Of all numbers of an update, step counts aside."""
+    return torch.cat([t.flatten() for t in leaves(upload) if t.is_floating_point()]).norm()
+
+
+def scaled(upload: Tree, factor: float) -> Tree:
+    """An update as the server counts it: the same bits on both sides."""
+    return upload if factor == 1 else _of_numbers(lambda t: t * factor, upload)
+
+
+def _of_numbers(change: Callable[[Tensor], Tensor], upload: Tree) -> Tree:
+    return map_tensors(lambda t: change(t) if t.is_floating_point() else t, upload)
+
+
+def _noise(like: Tensor) -> Tensor:
+    generator = torch.Generator(like.device).manual_seed(secrets.randbits(63))
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)

@@ -12,12 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedcpsl.algorithms.family import Sum, Upload, mean_gradient
+from fedcpsl.algorithm import optional
 from fedcpsl.errors import InputError
 from fedcpsl.federation.messages import Answer
+from fedcpsl.federation.protection import norm_of
 from fedcpsl.federation.server_store import Member
 from fedcpsl.federation.terms import Terms
-from fedcpsl.trees import map_tensors
+from fedcpsl.trees import Tree, leaves, map_tensors
 
 NONE, BOUNDED, CLIPPED, TRIMMED, MEDIAN = AGGREGATIONS = ("none", "bounded", "clipped", "trimmed", "median")
 BY_COORDINATE = (TRIMMED, MEDIAN)  # in these an update has no share that its device could be told: c and c_i stay 0
@@ -56,10 +57,16 @@ def check_limits(limits: Limits) -> None:
         raise InputError("largest_norm, largest_samples: give numbers of at least 0")
 
 
-def update_rate(terms: Terms, upload: Upload) -> float:
-    """||theta_i - theta|| / (eta Q~), in float64: the norm of large float32 numbers overflows."""
-    exact = map_tensors(Tensor.double, terms.hyper)
-    return float(mean_gradient(exact, Upload(upload.delta.double(), upload.steps)).norm())
+def update_rate(terms: Terms, upload: Tree, steps: int) -> float:
+    """How large an update is for its work: as the algorithm says (FedCPSL: ||theta_i - theta|| / (eta Q~)), else by
+    step. In float64: the norm of large float32 numbers overflows.
+    """
+    rate = optional(terms.algorithm, "update_rate")
+    return float(rate(terms.hyper, upload)) if rate else _exact_norm(upload) / max(steps, 1)
+
+
+def _exact_norm(upload: Tree) -> float:
+    return float(norm_of(map_tensors(lambda t: t.double() if t.is_floating_point() else t, upload)))
 
 
 def lower_median(values: Sequence[float]) -> float:
@@ -70,7 +77,7 @@ def lower_median(values: Sequence[float]) -> float:
 def judge(terms: Terms, limits: Limits, roster: Sequence[Member], updates: Mapping[str, Answer]) -> Judgement:
     """Which updates are counted, and times what."""
     uploads = {name: upload_of(answer, terms) for name, answer in updates.items()}
-    rates = {name: update_rate(terms, upload) for name, upload in uploads.items()}
+    rates = {name: update_rate(terms, upload, updates[name].steps) for name, upload in uploads.items()}
     votes = {m.name: m.rate for m in roster if m.rate is not None and not m.forgotten} | rates
     middle = lower_median(list(votes.values())) if votes else 0.0
     refused, factors = {}, {}
@@ -83,14 +90,14 @@ def judge(terms: Terms, limits: Limits, roster: Sequence[Member], updates: Mappi
     return Judgement(factors, refused, rates)
 
 
-def too_large(limits: Limits, upload: Upload, rate: float, middle: float, votes: int) -> str | None:
+def too_large(limits: Limits, upload: Tree, rate: float, middle: float, votes: int) -> str | None:
     """Why an update cannot be counted, or None."""
-    norm = float(upload.delta.double().norm())
+    norm, count = _exact_norm(upload), sum(t.numel() for t in leaves(upload) if t.is_floating_point())
     if limits.largest_norm and not norm <= limits.largest_norm:
         return f"its norm is {norm:.3g} where largest_norm allows {limits.largest_norm:g}"
     if limits.aggregation == NONE or limits.largest_norm:
         return None
-    change = norm / sqrt(max(upload.delta.numel(), 1))
+    change = norm / sqrt(max(count, 1))
     if votes < 3 and not change <= FIRST_CHANGE:
         return (
             f"it changes the parameters by {change:.3g} each (root mean square); at the start at most {FIRST_CHANGE:g}"
@@ -102,12 +109,11 @@ def too_large(limits: Limits, upload: Upload, rate: float, middle: float, votes:
     return None
 
 
-def upload_of(answer: Answer, terms: Terms) -> Upload:
-    assert answer.delta is not None
-    return Upload(answer.delta.to(terms.where), torch.tensor(answer.steps, device=terms.where))
+def upload_of(answer: Answer, terms: Terms) -> Tree:
+    return map_tensors(lambda t: t.to(terms.where), answer.upload)
 
 
-def robust_sum(limits: Limits, contributions: Sequence[Sum]) -> Sum:
+def robust_sum(limits: Limits, contributions: Sequence[Tree]) -> Tree:
     """The sum of contributions of equal weight, as it would be if all were the trimmed mean, or the median, of them."""
     count = len(contributions)
 
@@ -115,8 +121,7 @@ def robust_sum(limits: Limits, contributions: Sequence[Sum]) -> Sum:
         together = torch.stack(each)
         return together.sum(0) if together.dim() == 1 else count * middle_of(limits, together)
 
-    total: Sum = map_tensors(add, *contributions)
-    return total
+    return map_tensors(add, *contributions)
 
 
 def middle_of(limits: Limits, each: Tensor) -> Tensor:

@@ -15,11 +15,10 @@ import numpy as np
 import torch
 
 from fedcpsl.algorithm import Roster
-from fedcpsl.algorithms.family import Sum
 from fedcpsl.errors import InputError, RunError
-from fedcpsl.federation.device_store import scaled
 from fedcpsl.federation.exchange import Replies, ask, make_order
 from fedcpsl.federation.messages import END, HELLO, NEVER, TRAIN, Answer, Order, Transport, Turn
+from fedcpsl.federation.protection import scaled
 from fedcpsl.federation.robustness import (
     BY_COORDINATE,
     Judgement,
@@ -31,11 +30,11 @@ from fedcpsl.federation.robustness import (
     upload_of,
 )
 from fedcpsl.federation.server_store import Member, Serving, load_serving, restart_control_variates, save_serving
-from fedcpsl.federation.terms import Terms, digest, parts_of
+from fedcpsl.federation.terms import Terms, digest, keeps_sums
 from fedcpsl.runs.files import make_folder
 from fedcpsl.runs.folder import locked
 from fedcpsl.schedule import draw_active, draw_steps
-from fedcpsl.trees import map_tensors
+from fedcpsl.trees import Tree, leaves, map_tensors
 
 OFFENCES = 3  # in a row, after which a device is not asked for a while
 EXCLUDED = 10  # rounds
@@ -68,11 +67,11 @@ def serve(
     _check_rules(terms, rules)
     make_folder(folder, private=True)
     with locked(folder):
-        state = load_serving(folder, digest(terms), terms.method.network.initial) or _begin(terms, folder)
+        state = load_serving(folder, terms) or _begin(terms, folder)
         state = state._replace(failures=0)  # who starts it again wants it tried again
         yield state
         while state.round < rules.rounds:
-            epoch, state = state.epoch, forget(state, to_forget())
+            epoch, state = state.epoch, forget(state, terms, to_forget())
             if state.epoch != epoch:
                 save_serving(folder, state)  # before any device hears of it
             state = _one_turn(terms, rules, state, transport)
@@ -105,8 +104,7 @@ def count(
     contributions, samples, by_coordinate = [], state.samples, limits.aggregation in BY_COORDINATE
     for member in state.roster:
         if member.name in factors:
-            upload = upload_of(answers[member.name], terms)
-            upload = upload._replace(delta=scaled(upload.delta, factors[member.name]))
+            upload = scaled(upload_of(answers[member.name], terms), factors[member.name])
             share = 1 / state.members if by_coordinate else member.samples / samples
             weight = torch.tensor(share, dtype=terms.dtype, device=terms.where)
             contributions.append(algorithm.contribution(method, terms.hyper, upload, weight))
@@ -124,7 +122,7 @@ def count(
     )
 
 
-def forget(state: Serving, names: Iterable[str]) -> Serving:
+def forget(state: Serving, terms: Terms, names: Iterable[str]) -> Serving:
     """The state without the weight of some devices; c and every c_i start at 0 again, so that c stays their mean."""
     gone = {m.name for m in state.roster if not m.forgotten} & set(names)
     if not gone:
@@ -133,10 +131,10 @@ def forget(state: Serving, names: Iterable[str]) -> Serving:
         raise RunError(f"{', '.join(sorted(gone))}: no other device has a weight; begin a federation in another folder")
     roster = tuple(m._replace(forgotten=m.forgotten or m.name in gone) for m in state.roster)
     said = f"forgotten: {', '.join(sorted(gone))}; control variates start at 0 again"
-    return restart_control_variates(state._replace(roster=roster))._replace(events=(said,))
+    return restart_control_variates(state._replace(roster=roster), terms)._replace(events=(said,))
 
 
-def _sum(contributions: Sequence[Sum]) -> Sum:
+def _sum(contributions: Sequence[Tree]) -> Tree:
     total = contributions[0]
     for each in contributions[1:]:
         total = map_tensors(torch.add, total, each)
@@ -179,19 +177,19 @@ def _count_or_repeat(
     offenders = (replies.failing & {m.name for m in state.roster}) | set(judged.refused)
     if len(judged.factors) >= min(rules.quorum, asked):
         after = count(terms, state, updates, judged.factors, rules.limits)
-        if all(t.isfinite().all() for t in after.server):
-            return _with_offences(after, judged, offenders)
+        if all(t.isfinite().all() for t in leaves(after.server)):
+            return _with_offences(terms, after, judged, offenders)
         largest = max(judged.rates, key=judged.rates.__getitem__)
         offenders |= {largest}
         reason = f"the update of device {largest!r}, the largest, made the global model infinite: nobody is counted"
         state = state._replace(dropouts=state.dropouts | {largest: reason})
-    state = _with_offences(state, judged, offenders)
+    state = _with_offences(terms, state, judged, offenders)
     failures = state.failures + bool(offenders)
     state = state._replace(turn=Turn(state.round, state.turn.attempt + 1), failures=failures)
-    return _capped(rules, state) if offenders else state
+    return _capped(terms, rules, state) if offenders else state
 
 
-def _capped(rules: Rules, state: Serving) -> Serving:
+def _capped(terms: Terms, rules: Rules, state: Serving) -> Serving:
     """No round repeats for ever: everybody begins again without control variates and offences, once.
 
     Where that does not help, and it is not just a minority that fails, it is an error.
@@ -200,7 +198,7 @@ def _capped(rules: Rules, state: Serving) -> Serving:
     if state.failures == rules.attempts:
         said = f"round {round}: {rules.attempts} attempts failed ({why}); control variates start at 0 again"
         roster = tuple(m._replace(offences=0, excluded_until=0) for m in state.roster)
-        return restart_control_variates(state._replace(roster=roster, events=(*state.events, said)))
+        return restart_control_variates(state._replace(roster=roster, events=(*state.events, said)), terms)
     if state.failures < 2 * rules.attempts or 2 * sum(m.offences > 0 for m in state.roster) <= state.members:
         return state
     raise RunError(
@@ -210,7 +208,7 @@ def _capped(rules: Rules, state: Serving) -> Serving:
     )
 
 
-def _with_offences(state: Serving, judged: Judgement, offenders: set[str]) -> Serving:
+def _with_offences(terms: Terms, state: Serving, judged: Judgement, offenders: set[str]) -> Serving:
     """The roster with everybody's latest rate; who offends time and again is not asked for some rounds.
 
     What was counted of one whose updates are too large is in c, and not to be trusted either: control variates then
@@ -233,7 +231,7 @@ def _with_offences(state: Serving, judged: Judgement, offenders: set[str]) -> Se
             member = member._replace(offences=0)
         roster.append(member)
     state = state._replace(roster=tuple(roster), events=tuple(events))
-    return restart_control_variates(state) if tainted else state
+    return restart_control_variates(state, terms) if tainted else state
 
 
 def _admit(terms: Terms, rules: Rules, state: Serving, newcomers: Sequence[Member]) -> Serving:
@@ -280,5 +278,5 @@ def _check_rules(terms: Terms, rules: Rules) -> None:
     if rules.least < 1 or rules.deadline <= 0 or rules.rounds < 1 or rules.attempts < 1:
         raise InputError("least, rounds, attempts and deadline: give at least 1, and more than 0 seconds")
     check_limits(rules.limits)
-    if rules.limits.aggregation in BY_COORDINATE and parts_of(terms.method).control_variates:
+    if rules.limits.aggregation in BY_COORDINATE and keeps_sums(terms):
         raise InputError(f"aggregation = {rules.limits.aggregation!r}: works without control variates alone")

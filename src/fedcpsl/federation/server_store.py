@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
-from fedcpsl.algorithms.family import Server
+from fedcpsl.algorithm import optional
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation.messages import Turn
+from fedcpsl.federation.terms import Terms, digest, shapes_of
 from fedcpsl.runs.checkpoint import load_tensors, save_tensors
 from fedcpsl.schedule import Sizes
+from fedcpsl.trees import Tree, named_leaves, rebuilt
 
 FILE = "server.safetensors"
 EARLIER = "earlier"  # the folder of states after earlier rounds
@@ -46,7 +47,7 @@ class Serving(NamedTuple):
 
     run: str
     settings: str  # digest of the terms
-    server: Server
+    server: Tree
     roster: tuple[Member, ...]  # in the order of joining, which numbers the devices
     turn: Turn
     begun: bool = False  # whether enough devices have joined for the first round
@@ -85,17 +86,17 @@ def save_serving(folder: Path, state: Serving) -> None:
     """
     names = ("run", "settings", "turn", "begun", "roster", "epoch", "failures")
     header: dict[str, Any] = {name: getattr(state, name) for name in names}
-    save_tensors(folder / FILE, {"theta": state.server.theta, "c": state.server.c}, header, private=True)
+    save_tensors(folder / FILE, named_leaves(state.server), header, private=True)
     _keep(folder, state.round)
 
 
-def load_serving(folder: Path, settings: str, like: Tensor) -> Serving | None:
-    """What `save_serving` wrote, where `like` is; None where there is nothing yet."""
+def load_serving(folder: Path, terms: Terms) -> Serving | None:
+    """What `save_serving` wrote; None where there is nothing yet."""
     path = folder / FILE
     if not path.exists():
         return None
     try:
-        return _load(path, settings, like)
+        return _load(path, terms)
     except RunError as error:
         rounds = earlier_rounds(folder)
         if not rounds:
@@ -109,7 +110,7 @@ def earlier_rounds(folder: Path) -> list[int]:
     return sorted(int(path.stem.removeprefix("round-")) for path in (folder / EARLIER).glob("round-*.safetensors"))
 
 
-def go_back(folder: Path, settings: str, like: Tensor, round: int) -> Serving:
+def go_back(folder: Path, terms: Terms, round: int) -> Serving:
     """The state with theta as it was when `round` began, saved; c and every c_i start at 0 again.
 
     The roster stays the newest one that can be read. Localized models are the devices' own and stay as they are.
@@ -118,21 +119,25 @@ def go_back(folder: Path, settings: str, like: Tensor, round: int) -> Serving:
     if not path.exists():
         kept = ", ".join(map(str, earlier_rounds(folder))) or "none"
         raise InputError(f"--back-to {round}: {folder} has no state of that round; there are: {kept}")
-    old = _load(path, settings, like)
+    old = _load(path, terms)
     try:
-        newest = _load(folder / FILE, settings, like)
+        newest = _load(folder / FILE, terms)
     except RunError:
         newest = old
     return save_and_return(
-        folder, restart_control_variates(newest)._replace(server=_without_c(old.server), turn=old.turn, failures=0)
+        folder,
+        restart_control_variates(newest, terms)._replace(server=_again(old.server, terms), turn=old.turn, failures=0),
     )
 
 
-def restart_control_variates(state: Serving) -> Serving:
-    """c and every c_i at 0, in a new epoch: a device hears of it with its next order. No epoch ever comes twice."""
+def restart_control_variates(state: Serving, terms: Terms) -> Serving:
+    """What both sides must agree on (c and every c_i) begins again, in a new epoch; no epoch ever comes twice.
+
+    A device hears of it with its next order.
+    """
     roster = tuple(m._replace(counted=None, factor=1.0) for m in state.roster)
     epoch = max(state.epoch + 1, int(time.time()))
-    return state._replace(server=_without_c(state.server), roster=roster, epoch=epoch)
+    return state._replace(server=_again(state.server, terms), roster=roster, epoch=epoch)
 
 
 def save_and_return(folder: Path, state: Serving) -> Serving:
@@ -140,20 +145,21 @@ def save_and_return(folder: Path, state: Serving) -> Serving:
     return state
 
 
-def _without_c(server: Server) -> Server:
-    return server._replace(c=server.c.new_zeros(server.c.shape))
+def _again(server: Tree, terms: Terms) -> Tree:
+    again = optional(terms.algorithm, "started_again")
+    return again(server) if again else server
 
 
-def _load(path: Path, settings: str, like: Tensor) -> Serving:
+def _load(path: Path, terms: Terms) -> Serving:
     tensors, numbers = load_tensors(path)
-    header = dict[str, Any](numbers)
+    header, settings, like = dict[str, Any](numbers), digest(terms), shapes_of(terms).server
     try:
         if header["settings"] != settings:
             raise InputError(
                 f"{path}: was begun with other settings (their digest is {header['settings']}, now {settings}); give "
                 "the settings that it was begun with, or another folder"
             )
-        server = Server(tensors["theta"].to(like.device), tensors["c"].to(like.device))
+        server = rebuilt(like, [tensors[name].to(terms.where) for name in named_leaves(like)])
         roster = tuple(_member(*each) for each in header["roster"])
         turn, begun = Turn(*header["turn"]), header["begun"]
         epoch, failures = header.get("epoch", 0), header.get("failures", 0)  # version 0.1 had neither

@@ -1,19 +1,18 @@
 """What the server and a device must agree on before their numbers mean the same."""
 
 import json
+from dataclasses import asdict, is_dataclass
 from hashlib import sha256
 from typing import Any, NamedTuple
 
 import torch
 
-from fedcpsl.algorithm import Algorithm, Method
-from fedcpsl.algorithms.family import Parts, Rules
+from fedcpsl.algorithm import Algorithm, Method, optional
 from fedcpsl.errors import InputError
 from fedcpsl.schedule import Work
 from fedcpsl.simulation import Setup
 from fedcpsl.trees import Tree, map_tensors
-
-OWN = ("beta",)  # a device may choose these for itself
+from fedcpsl.views import remembered
 
 
 class Terms(NamedTuple):
@@ -38,12 +37,49 @@ class Terms(NamedTuple):
         return self.method.network.initial.device
 
 
+class Shapes(NamedTuple):
+    """What states look like before there are numbers in them: for whoever reads them from a message or a file."""
+
+    server: Tree
+    broadcast: Tree  # with which a device trains
+    greeting: Tree  # with which it begins, and predicts when all is over: what of a broadcast that needs
+    device: Tree
+    upload: Tree
+
+
+@remembered
+def shapes_of(terms: Terms) -> Shapes:
+    """By the algorithm's own functions, at the network's first parameters."""
+    algorithm, method = terms.algorithm, terms.method
+    server = algorithm.init_server(method, 0)
+    broadcast = algorithm.broadcast(server)
+    device = algorithm.init_device(method, broadcast)
+    local = algorithm.begin(method, terms.hyper, broadcast, device)
+    one = torch.ones((), dtype=torch.int64, device=terms.where)
+    upload = algorithm.finish(method, terms.hyper, broadcast, device, local, one)[1]
+    return Shapes(server, broadcast, greeting_of(terms, broadcast), device, upload)
+
+
+def keeps_sums(terms: Terms) -> bool:
+    """Whether the server keeps something that must stay the sum of what devices keep (FedCPSL: c and every c_i)."""
+    declared, shapes = optional(terms.algorithm, "invariants"), shapes_of(terms)
+    one = map_tensors(lambda t: t[None], shapes.device)
+    return bool(declared and declared(terms.method, shapes.server, one, terms.hyper[0].new_ones(1)))
+
+
+def greeting_of(terms: Terms, broadcast: Tree) -> Tree:
+    """A broadcast without what only training needs."""
+    without = optional(terms.algorithm, "greeting")
+    return without(broadcast) if without else broadcast
+
+
 def terms_of(setup: Setup, device: int = 0) -> Terms:
     """The terms of one device of a simulation, or of its server."""
     if setup.method.traits.alone:
         raise InputError("algorithm.name: this algorithm has no server; run it with the simulator")
-    if not isinstance(setup.method.rules, Rules):
-        raise InputError("algorithm.name: only FedCPSL's family runs on real devices so far; simulate this one")
+    why_not = optional(setup.algorithm, "not_deployable")
+    if reason := why_not(setup.method) if why_not else "":
+        raise InputError(f"algorithm.name: cannot run on real devices: {reason}")
     if setup.personal_rounds:
         raise InputError(f"work.personal_rounds = {setup.personal_rounds}: the simulator alone has them; give 0")
     hyper = map_tensors(lambda t: t[device], setup.hyper)
@@ -53,12 +89,12 @@ def terms_of(setup: Setup, device: int = 0) -> Terms:
 
 def digest(terms: Terms) -> str:
     """Equal on both sides exactly where they agree."""
-    method = terms.method
+    method, own = terms.method, optional(terms.algorithm, "OWN_NUMBERS") or ()  # which a device chooses for itself
     agreed = {
         "algorithm": getattr(terms.algorithm, "__name__", type(terms.algorithm).__name__),
         "traits": method.traits._asdict(),
         "rules": _plain(method.rules),
-        "hyper": {name: float(t) for name, t in terms.hyper._asdict().items() if name not in OWN},
+        "hyper": {name: float(t) for name, t in terms.hyper._asdict().items() if name not in own},
         "batches": [terms.work.batch_labelled, terms.work.batch_unlabelled],
         "shapes": {name: list(shape) for name, shape in method.network.shapes.items()},
         "classes": method.network.classes,
@@ -69,12 +105,8 @@ def digest(terms: Terms) -> str:
 
 def _plain(rules: Any) -> Any:
     """Rules as values that are equal on both sides: of functions, their names."""
+    if is_dataclass(rules) and not isinstance(rules, type):
+        return asdict(rules)
     if isinstance(rules, tuple):
         return [_plain(each) for each in rules]
     return f"{rules.__module__}.{getattr(rules, '__qualname__', '')}" if callable(rules) else rules
-
-
-def parts_of(method: Method) -> Parts:
-    """What the family's algorithm is made of."""
-    assert isinstance(method.rules, Rules)
-    return method.rules.parts

@@ -3,8 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-from fedcpsl.algorithms.family import SWITCHES, choose_eta_lc
-from fedcpsl.config import Algorithm, Config, with_settings
+from fedcpsl.algorithm import optional
+from fedcpsl.algorithms import find_algorithm
+from fedcpsl.config import Config, with_settings
 from fedcpsl.errors import InputError
 from fedcpsl.runs import folder as files
 from fedcpsl.runs.diary import Watch
@@ -16,11 +17,8 @@ FOLDER = "alone"
 
 def alone_config(config: Config) -> Config:
     """The settings of a run for devices without a server, as a comparison would have them beside it."""
-    alone = with_settings(config, {"algorithm.name": "local"}).algorithm
-    if isinstance(config.algorithm, Algorithm):
-        by_default = choose_eta_lc(replace(config.algorithm, eta_lc=AUTO), float(config.algorithm.eta))
-        eta_lc = AUTO if config.algorithm.eta_lc == by_default else config.algorithm.eta_lc
-        alone = replace(alone, eta_lc=eta_lc, **dict.fromkeys(SWITCHES, AUTO))
+    own = optional(find_algorithm(config.algorithm.name)[0], "alone")
+    alone = own(config.algorithm) if own else with_settings(config, {"algorithm.name": "local"}).algorithm
     run = replace(
         config.run, gaps=False, keep="metrics", executor=AUTO, slots=0, processes=AUTO, store=AUTO, device=AUTO
     )
