@@ -24,6 +24,9 @@ CASES = {
     "joiners": ({"name": "scaffold"}, {"joiners": 2, "join_round": 2, "active": 3}, {}),
     "one-device": ({"name": "apfsl"}, {"active": 1}, {}),
     "local": ({"name": "local-pseudo"}, {}, {}),
+    "feddyn": ({"name": "feddyn"}, {"joiners": 2, "join_round": 2, "active": 3}, {}),
+    "ditto": ({"name": "ditto"}, {"personal_rounds": 1}, {}),
+    "fedamp": ({"name": "fedamp"}, {}, {"executor": "vectorised"}),
 }
 
 
@@ -35,10 +38,16 @@ def setup(name):
     return prepare(
         small_federation(),
         model,
-        config.Algorithm(**{"eta": 0.05, "alpha_p": 0.5, "alpha_r": 0.2} | algorithm),
+        settings_of(algorithm),
         replace(WORK, **work),
         config.Run(**{"dtype": "float64", "seed": 3, "device": "cpu", "processes": "auto"} | run),
     )
+
+
+def settings_of(given):
+    kind = config.algorithm_settings(given.get("name", "fedcpsl"))
+    of_family = {"alpha_p": 0.5, "alpha_r": 0.2} if kind is config.Algorithm else {}
+    return kind(**{"eta": 0.05} | of_family | given)
 
 
 def company():

@@ -26,6 +26,13 @@ SWITCHES = ("unlabelled", "personal", "control_variates", "momentum", "normalise
 WORK = config.Work(rounds=4, active=4, unit="hlu", hlu=[1, 4], batch_labelled=3, batch_unlabelled=4, loss_rate=0.3)
 
 
+def settings_for(name, **numbers):
+    """An algorithm's own settings, some of them given."""
+    kind = config.algorithm_settings(name)
+    of_family = {"alpha_p": 0.5, "alpha_r": 0.2, "beta": [0.1, 0.9, 0.0, 1.0, 0.5]}
+    return kind(**{"name": name, "eta": 0.05} | (of_family if kind is config.Algorithm else {}) | numbers)
+
+
 def make(
     name,
     executor="sequential",
@@ -39,17 +46,12 @@ def make(
     **numbers,
 ):
     federation = federation or small_federation()
-    kind = config.algorithm_settings(name)
-    family_only = (
-        {"alpha_p": 0.5, "alpha_r": 0.2, "beta": [0.1, 0.9, 0.0, 1.0, 0.5]} if kind is config.Algorithm else {}
-    )
-    chosen = {"eta": 0.05} | family_only | numbers
     if traits_of(name).everyone:
         work = replace(work, active="auto")
     return prepare(
         federation,
         model or small_model(),
-        kind(name=name, **chosen),
+        settings_for(name, **numbers),
         work,
         config.Run(executor=executor, slots=slots, processes=processes, dtype=dtype, seed=3, device="cpu"),
     )

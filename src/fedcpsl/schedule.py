@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcpsl.settings import Work as WorkSettings
+
 PURPOSES = ("split", "init", "participation", "epochs", "labelled", "unlabelled", "upload", "dropout", "labels")
 
 
@@ -35,6 +37,20 @@ class Work(NamedTuple):
     matched: bool = False  # an epoch is a pass over all samples, also where the algorithm uses labels alone
 
 
+def work_of(settings: WorkSettings, active: int, *, alone: bool) -> Work:
+    """The settings as far as schedules need them; devices on their own always take as many steps as the others."""
+    return Work(
+        active=active,
+        unit=settings.unit,
+        amount=settings.amount,
+        hlu=(settings.hlu[0], settings.hlu[1]),
+        batch_labelled=settings.batch_labelled,
+        batch_unlabelled=settings.batch_unlabelled,
+        loss_rate=settings.loss_rate,
+        matched=settings.matched_steps or alone,
+    )
+
+
 class DeviceRound(NamedTuple):
     """One active device's part of a round."""
 
@@ -54,6 +70,13 @@ class Sizes(NamedTuple):
 
     labelled: NDArray[np.int64]
     unlabelled: NDArray[np.int64]
+
+
+def omega(sizes: Sizes, roster: NDArray[np.int64], devices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
+    """omega_i = (n_i + m_i) / sum_j (n_j + m_j): what a device weighs among those that have joined."""
+    samples = sizes.labelled + sizes.unlabelled
+    weights: NDArray[np.float64] = samples[np.asarray(devices, np.int64)] / samples[roster].sum()
+    return weights
 
 
 def steps_per_epoch(n: int, m: int, work: Work, unlabelled: bool) -> int:

@@ -17,11 +17,11 @@ from fedcpsl.data.federation import federate
 from fedcpsl.data.roles import Shares
 from fedcpsl.data.sources import load_source
 from fedcpsl.deployment.conditions import Conditions, reason_to_decline
-from fedcpsl.deployment.job import Job, fitted, message_bytes, read_job, setup_for, stand_in, terms_for
+from fedcpsl.deployment.job import Job, fitted, message_bytes, read_job, server_terms
 from fedcpsl.deployment.wire import About, Packet, pack, unpack
 from fedcpsl.errors import InputError, RunError, printable
 from fedcpsl.federation.device import Participant, refusal, respond
-from fedcpsl.federation.holdings import holdings_of
+from fedcpsl.federation.holdings import held, no_holdings
 from fedcpsl.federation.messages import TRAIN, Message
 from fedcpsl.federation.privacy import strictest
 from fedcpsl.federation.protection import Protection
@@ -57,7 +57,8 @@ def participant_for(owner: DeviceConfig, job: Job, run: str) -> Participant:
         federation = federate(source, Shares(test=owner.data.test), normalise=job.scaling is not None, seed=seed)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
-    setup = setup_for(job, federation)
+    terms = server_terms(job)
+    holdings = held(federation, terms)
     make_folder(owner.folder, private=True)
     folder = owner.folder / run
     if not folder.exists() and sum(1 for _ in owner.folder.iterdir()) >= MOST_RUNS:
@@ -65,7 +66,6 @@ def participant_for(owner: DeviceConfig, job: Job, run: str) -> Participant:
     make_folder(folder, private=True)
     write_whole(folder / "job.toml", job.text, private=True)  # so that its model can be used without the server
     protection = strictest(owner.protection, job.protection)
-    terms, holdings = terms_for(job, setup), holdings_of(setup)
     return Participant(terms, holdings, folder, owner.budget, protection, owner.share_accuracy)
 
 
@@ -75,8 +75,8 @@ def predictor(folder: Path) -> Participant:
     if not jobs:
         raise InputError(f"{folder}: has no job yet; is it a device's folder, and has the device joined?")
     job = read_job(jobs[-1].read_text(encoding="utf-8"), str(jobs[-1]))
-    setup = stand_in(job)
-    return Participant(terms_for(job, setup), holdings_of(setup), jobs[-1].parent)
+    terms = server_terms(job)
+    return Participant(terms, no_holdings(terms, job.shape), jobs[-1].parent)
 
 
 def inputs_for(job: Job, x: NDArray[Any], where: Path) -> Tensor:

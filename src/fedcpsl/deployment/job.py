@@ -12,20 +12,19 @@ from torch import nn
 
 from fedcpsl.algorithm import optional
 from fedcpsl.algorithms import find_algorithm
-from fedcpsl.config import Config, Run, flat_settings, with_settings
-from fedcpsl.data.federation import Federation, Source
-from fedcpsl.data.roles import LABELLED
+from fedcpsl.config import Config, flat_settings, with_settings
+from fedcpsl.data.federation import Source
 from fedcpsl.data.scaling import Scaling
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.federation.messages import LARGEST_SEED, sent_tensors
 from fedcpsl.federation.protection import Protection, check_protection
 from fedcpsl.federation.robustness import BY_COORDINATE, Limits, check_limits
 from fedcpsl.federation.server import Rules
-from fedcpsl.federation.terms import Terms, shapes_of, terms_of
+from fedcpsl.federation.terms import Terms, shapes_of, terms_from
 from fedcpsl.models import choose_model, make_model
+from fedcpsl.network import Network
 from fedcpsl.schedule import stream
 from fedcpsl.settings import AUTO
-from fedcpsl.simulation import Setup, prepare
 from fedcpsl.simulation.setup import choose_eta
 from fedcpsl.trees import bytes_of
 from fedcpsl.views import remembered
@@ -186,33 +185,16 @@ def _scaling(own: dict[str, Any], shape: list[int], where: str) -> Scaling | Non
     return Scaling(shift, scale)
 
 
-def setup_for(job: Job, federation: Federation) -> Setup:
-    """One device's data with the job's model and numbers."""
+@remembered
+def server_terms(job: Job) -> Terms:
+    """What both sides of the job agree on."""
     config = job.config
     torch.manual_seed(int(stream(config.run.seed, "init").integers(2**63)))
-    model = _model_of(job)
+    dtype = torch.float64 if config.run.dtype == "float64" else torch.float32
+    network = Network(_model_of(job), torch.zeros(2, *job.shape, dtype=dtype), len(job.classes))
     eta = choose_eta(config.algorithm.eta, config.data.dataset, config.work.unit)
-    run = Run(seed=config.run.seed, dtype=config.run.dtype, executor="sequential", processes=1, device="cpu")
-    alone = replace(config.work, active=AUTO, joiners=0)
-    return prepare(federation, model, replace(config.algorithm, eta=eta), alone, run)
-
-
-def terms_for(job: Job, setup: Setup) -> Terms:
-    """The terms of the job, as either side has them."""
-    terms, active = terms_of(setup), job.config.work.active
-    return terms._replace(work=terms.work._replace(active=4 if active == AUTO else int(active)))
-
-
-def server_terms(job: Job) -> Terms:
-    """The server's: it has no samples, and needs none."""
-    return terms_for(job, stand_in(job))
-
-
-def stand_in(job: Job) -> Setup:
-    """A setup for who has no samples."""
-    nothing, nobody = np.zeros((2, *job.shape), np.float32), np.zeros(2, np.int64)
-    labelled = np.full(2, LABELLED, np.int8)
-    return setup_for(job, Federation(nothing, nobody, nobody, labelled, len(job.classes), ("-",)))
+    active = 4 if config.work.active == AUTO else int(config.work.active)
+    return terms_from(replace(config.algorithm, eta=eta), network, config.work, active)
 
 
 def fitted(source: Source, job: Job, where: Path) -> Source:

@@ -1,16 +1,18 @@
 """The samples that a device holds, and the minibatches of its rounds."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedcpsl.data.federation import Federation
 from fedcpsl.federation.terms import Terms
 from fedcpsl.problem import Samples
 from fedcpsl.schedule import DeviceRound, Sizes, draw_tasks
 from fedcpsl.simulation import Setup
+from fedcpsl.simulation.shelf import Shelf, shelve
 
 
 class Holdings(NamedTuple):
@@ -33,10 +35,26 @@ class Holdings(NamedTuple):
 
 def holdings_of(setup: Setup, device: int = 0) -> Holdings:
     """What one device of a setup holds."""
-    shelf = setup.shelf
+    return _of(setup.shelf, device)
+
+
+def _of(shelf: Shelf, device: int) -> Holdings:
     hidden, mine = shelf.unlabelled_rows(device), shelf.all_rows(device)
     seen, test = slice(mine.start, hidden.start), shelf.test.rows(device)
     return Holdings(shelf.x(seen), shelf.one_hot[seen], shelf.x(hidden), shelf.test.x[test], shelf.test.y[test])
+
+
+def no_holdings(terms: Terms, shape: Sequence[int]) -> Holdings:
+    """Of who holds nothing, and predicts all the same."""
+    x = torch.zeros(0, *shape, dtype=terms.dtype, device=terms.where)
+    labels, classes = x.new_zeros(0, terms.method.network.classes), torch.zeros(0, dtype=torch.int64)
+    return Holdings(x, labels, x, x, classes)
+
+
+def held(federation: Federation, terms: Terms) -> Holdings:
+    """What the only device of a federation holds, where and of the type that its network is."""
+    shelf = shelve(federation, terms.where, terms.dtype, None, np.zeros(1, np.int64))
+    return _of(shelf, 0)
 
 
 def draw_task(terms: Terms, holdings: Holdings, seed: int, round: int, device: int, steps: int) -> DeviceRound:

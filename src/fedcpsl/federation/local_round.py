@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedcpsl.algorithm import optional
+from fedcpsl.device_round import device_round, is_relabelled, relabelled
 from fedcpsl.errors import RunError
 from fedcpsl.federation.holdings import Holdings, draw_task, minibatches
 from fedcpsl.federation.messages import Order
@@ -17,7 +17,7 @@ ROWS_AT_ONCE = 4096
 Clock = Callable[[], float]
 
 
-class Trained(NamedTuple):
+class Worked(NamedTuple):
     """What a round leaves on the device, and the update before anything is done to it."""
 
     device: Tree
@@ -36,7 +36,7 @@ def train(
     clock: Clock,
     *,
     warming: bool,
-) -> Trained:
+) -> Worked:
     """Relabel, take at least one and at most `order.steps` steps within `budget` seconds (0: no limit), finish."""
     begun = clock()
     algorithm, method, hyper = terms.algorithm, terms.method, terms.warming if warming else terms.hyper
@@ -44,23 +44,22 @@ def train(
     task = draw_task(terms, holdings, order.seed, order.turn.round, order.device, order.steps)
     if not task.steps:
         raise RunError("this device has no samples that the algorithm uses; nothing was done")
-    if method.traits.unlabelled and not warming and optional(algorithm, "relabel"):
-        nu = _relabel(terms, hyper, holdings, broadcast, device, nu)
-    local = algorithm.begin(method, hyper, broadcast, device)
-    done, since = 0, clock()
-    for samples in minibatches(terms, holdings, nu, task):
-        local = algorithm.step(method, hyper, local, samples)
-        done, now = done + 1, clock()
-        if budget and now - begun + (now - since) / done > budget:
-            break
-    steps = torch.tensor(done, device=terms.where)
-    device, upload = algorithm.finish(method, hyper, broadcast, device, local, steps)
-    if not all(t.isfinite().all() for t in (*leaves(upload), *leaves(device))):
+    given = (algorithm, method, hyper, broadcast, device)
+    if is_relabelled(algorithm, method, warming=warming):
+        nu = relabelled(*given, lambda first, last: holdings.x_unlabelled[first:last], nu)
+    since = clock()
+
+    def out_of_time(done: int) -> bool:
+        now = clock()
+        return bool(budget) and now - begun + (now - since) / done > budget
+
+    done = device_round(*given, minibatches(terms, holdings, nu, task), out_of_time)
+    if not all(t.isfinite().all() for t in (*leaves(done.upload), *leaves(done.device))):
         raise RunError(
             "this device's loss is no longer a finite number; the server should use a smaller algorithm.eta "
             "(or algorithm.alpha_p)"
         )
-    return Trained(device, nu, upload, done)
+    return Worked(done.device, nu, done.upload, done.steps)
 
 
 def first_labels(terms: Terms, holdings: Holdings) -> Tensor:
@@ -80,9 +79,3 @@ def log_predictions(terms: Terms, received: Tree, device: Tree, x: Tensor) -> Te
             both = [None if m is None else method.network.log_probabilities(m, some) for m in models]
             pieces.append(algorithm.predict(method, terms.hyper, *both))
     return torch.cat(pieces)
-
-
-def _relabel(terms: Terms, hyper: Tree, holdings: Holdings, broadcast: Tree, device: Tree, nu: Tensor) -> Tensor:
-    renew, count = optional(terms.algorithm, "relabel"), torch.tensor(holdings.unlabelled, device=terms.where)
-    pieces = zip(holdings.x_unlabelled.split(ROWS_AT_ONCE), nu.split(ROWS_AT_ONCE), strict=True)
-    return torch.cat([renew(terms.method, hyper, broadcast, device, x, part, count) for x, part in pieces])

@@ -9,7 +9,10 @@ import torch
 
 from fedcpsl.algorithm import Algorithm, Method, optional
 from fedcpsl.errors import InputError
-from fedcpsl.schedule import Work
+from fedcpsl.methods import numbers_of, resolved, unknown_sizes
+from fedcpsl.network import Network
+from fedcpsl.schedule import Work, work_of
+from fedcpsl.settings import Work as WorkSettings
 from fedcpsl.simulation import Setup
 from fedcpsl.trees import Tree, map_tensors
 from fedcpsl.views import remembered
@@ -75,16 +78,32 @@ def greeting_of(terms: Terms, broadcast: Tree) -> Tree:
 
 def terms_of(setup: Setup, device: int = 0) -> Terms:
     """The terms of one device of a simulation, or of its server."""
-    if setup.method.traits.alone:
+    hyper, warming = (
+        setup.algorithm.Hyper(*torch.from_numpy(table[:, device]).to(setup.hyper[0]))
+        for table in (setup.numbers, setup.warming)
+    )
+    return _deployable(Terms(setup.algorithm, setup.method, hyper, warming, setup.work), setup.personal_rounds)
+
+
+def terms_from(settings: Any, network: Network, work: WorkSettings, active: int) -> Terms:
+    """The terms that settings and a network make; no samples are needed."""
+    found = resolved(settings, network, work)
+    both = numbers_of(found.algorithm, found.method, settings, unknown_sizes(1))
+    hyper, warming = (found.algorithm.Hyper(*torch.from_numpy(t[:, 0]).to(network.initial)) for t in both)
+    drawn = work_of(work, active, alone=found.method.traits.alone)
+    return _deployable(Terms(found.algorithm, found.method, hyper, warming, drawn), work.personal_rounds)
+
+
+def _deployable(terms: Terms, personal_rounds: int) -> Terms:
+    """Refuse what cannot run on real devices."""
+    if terms.method.traits.alone:
         raise InputError("algorithm.name: this algorithm has no server; run it with the simulator")
-    why_not = optional(setup.algorithm, "not_deployable")
-    if reason := why_not(setup.method) if why_not else "":
+    why_not = optional(terms.algorithm, "not_deployable")
+    if reason := why_not(terms.method) if why_not else "":
         raise InputError(f"algorithm.name: cannot run on real devices: {reason}")
-    if setup.personal_rounds:
-        raise InputError(f"work.personal_rounds = {setup.personal_rounds}: the simulator alone has them; give 0")
-    hyper = map_tensors(lambda t: t[device], setup.hyper)
-    warming = type(hyper)(*torch.from_numpy(setup.warming[:, device]).to(setup.hyper[0]))
-    return Terms(setup.algorithm, setup.method, hyper, warming, setup.work)
+    if personal_rounds:
+        raise InputError(f"work.personal_rounds = {personal_rounds}: the simulator alone has them; give 0")
+    return terms
 
 
 def digest(terms: Terms) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fedcpsl.algorithm import Algorithm, Method, alike, merged_method
+from fedcpsl.device_round import device_round
 from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation.feed import Feed, feed_of, minibatches
 from fedcpsl.simulation.labels import renew_labels
@@ -95,13 +96,10 @@ def _one(program: Program, slot: Slot) -> Finished:
     device = map_tensors(lambda t: t[task.device].to(where, copy=True), slot.ask.devices)
     broadcast = slot.ask.told(task.device)
     feed = feed_of([slot], program.ground).of_slots(0)
-    local = algorithm.begin(method, hyper, broadcast, device)
-    for samples in minibatches(program.ground, feed, range(task.steps)):
-        local = algorithm.step(method, hyper, local, samples)
-    steps = sent(task.steps, feed.rows.device)
-    device, upload = algorithm.finish(method, hyper, broadcast, device, local, steps)
-    device, upload = (map_tensors(lambda t: t[None], state) for state in (device, upload))
-    costs = algorithm.costs(local)[None] / task.steps
+    batches = minibatches(program.ground, feed, range(task.steps))
+    trained = device_round(algorithm, method, hyper, broadcast, device, batches)
+    device, upload = (map_tensors(lambda t: t[None], state) for state in (trained.device, trained.upload))
+    costs = trained.costs[None] / task.steps
     return Finished(slot.run, [task], device, upload, costs, all_finite(device, upload, costs))
 
 

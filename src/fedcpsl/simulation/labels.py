@@ -6,15 +6,16 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedcpsl.algorithm import alike, optional
+from fedcpsl.device_round import is_relabelled, relabelled
 from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation.feed import scaling_of, taken
 from fedcpsl.simulation.slots import Ask, Ground, Slot, hyper_of, states_of
 from fedcpsl.simulation.transfer import sent
 from fedcpsl.trees import map_tensors
 
-ROWS_AT_ONCE = 4096  # of one device
 ROWS_TOGETHER = 1 << 17  # of many devices side by side on an accelerator
 
 
@@ -37,23 +38,21 @@ def renew_labels(asks: Sequence[Ask], ground: Ground) -> None:
 
 def is_due(ask: Ask, task: DeviceRound) -> bool:
     """Whether a device renews its pseudo-labels in a round."""
-    labels = ask.setup.method.traits.unlabelled and optional(ask.setup.algorithm, "relabel")
-    return bool(labels and task.relabels and not task.warming and ask.setup.sizes.unlabelled[task.device] > 0)
+    labels = is_relabelled(ask.setup.algorithm, ask.setup.method, warming=task.warming)
+    return bool(labels and task.relabels and ask.setup.sizes.unlabelled[task.device] > 0)
 
 
 def _renew_one(slot: Slot, ground: Ground) -> None:
-    setup, device = slot.ask.setup, slot.task.device
-    rows = setup.shelf.unlabelled_rows(device)
+    setup, device, first = slot.ask.setup, slot.task.device, slot.ask.first_row
+    rows = _rows(slot)
     kept = map_tensors(lambda t: t[device].to(ground.targets.device), slot.ask.devices)
-    hyper, count = map_tensors(lambda t: t[0], hyper_of([slot])), sent(rows.stop - rows.start, ground.targets.device)
-    for first in range(rows.start, rows.stop, ROWS_AT_ONCE):
-        last = min(first + ROWS_AT_ONCE, rows.stop)
-        nu = ground.targets[slot.ask.first_row + first : slot.ask.first_row + last]
-        nu.copy_(
-            optional(setup.algorithm, "relabel")(
-                setup.method, hyper, slot.ask.told(device), kept, setup.shelf.x(slice(first, last)), nu, count
-            )
-        )
+    hyper, told = map_tensors(lambda t: t[0], hyper_of([slot])), slot.ask.told(device)
+    nu = ground.targets[first + rows.start : first + rows.stop]
+
+    def inputs(begin: int, end: int) -> Tensor:
+        return setup.shelf.x(slice(rows.start + begin, rows.start + end))
+
+    nu.copy_(relabelled(setup.algorithm, setup.method, hyper, told, kept, inputs, nu))
 
 
 def _renew_together(slots: Sequence[Slot], ground: Ground) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedcpsl.algorithm import optional
+from fedcpsl.schedule import omega
 from fedcpsl.simulation.executors import Finished
 from fedcpsl.simulation.slots import Ask, Slot, expanded, hyper_of
 from fedcpsl.simulation.state import State
@@ -58,14 +59,13 @@ def _count(states: Sequence[State], asks: Sequence[Ask], pieces: Sequence[Arrive
     hyper = hyper_of([Slot(f.run, asks[f.run], f.group[i]) for f, arrived in pieces for i in arrived])
     device, upload, broadcast = _together(asks, pieces, counts)
     committed = algorithm.commit(method, hyper, broadcast, device, upload)
-    omega = []
+    shares = []
     for (finished, arrived), first in zip(pieces, accumulate([0, *counts]), strict=False):
         state, counted = states[finished.run], [finished.group[i].device for i in arrived]
         mine = slice(first, first + len(counted))
         put(state.devices, state.sparse, counted, map_tensors(lambda t, i=mine: t[i], committed))
-        sizes = state.setup.sizes.labelled[counted] + state.setup.sizes.unlabelled[counted]
-        omega.append(sizes / state.setup.samples_in(state.setup.roster(state.round)))
-    weights = sent(np.concatenate(omega), where).to(setup.shelf.dtype)
+        shares.append(omega(state.setup.sizes, state.setup.roster(state.round), counted))
+    weights = sent(np.concatenate(shares), where).to(setup.shelf.dtype)
     if optional(algorithm, "receive"):
         for (finished, arrived), first in zip(pieces, accumulate([0, *counts]), strict=False):
             mine = slice(first, first + len(arrived))

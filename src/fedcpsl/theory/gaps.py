@@ -11,6 +11,7 @@ from fedcpsl.algorithm import Method
 from fedcpsl.algorithms.family import Rules, relabel, step_costs
 from fedcpsl.errors import InputError
 from fedcpsl.problem import Samples
+from fedcpsl.schedule import omega
 from fedcpsl.simulation import State
 
 
@@ -130,9 +131,7 @@ def _weights(state: State) -> Iterator[tuple[int, float]]:
     """The devices that have joined, and their omega_i."""
     setup = state.setup
     roster = setup.roster(max(state.round - 1, 0))
-    samples = setup.samples_in(roster)
-    for device in roster.tolist():
-        yield device, float(setup.sizes.labelled[device] + setup.sizes.unlabelled[device]) / samples
+    yield from zip(roster.tolist(), omega(setup.sizes, roster, roster).tolist(), strict=True)
 
 
 def analysed(state: State) -> Method:

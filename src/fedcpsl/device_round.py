@@ -1,0 +1,65 @@
+"""One device's round, for whoever runs one device at a time: the simulator's loop, `adapt`, a real device."""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedcpsl.algorithm import Algorithm, Method, optional
+from fedcpsl.problem import Samples
+from fedcpsl.trees import Tree
+
+ROWS_AT_ONCE = 4096
+
+
+class Trained(NamedTuple):
+    """What a round leaves: what the device keeps, its upload, the costs of its steps added up, and their number."""
+
+    device: Tree
+    upload: Tree
+    costs: Tensor
+    steps: int
+
+
+def is_relabelled(algorithm: Algorithm, method: Method, *, warming: bool) -> bool:
+    """Whether a device renews its pseudo-labels before its steps."""
+    return method.traits.unlabelled and not warming and optional(algorithm, "relabel") is not None
+
+
+def relabelled(
+    algorithm: Algorithm,
+    method: Method,
+    hyper: Tree,
+    broadcast: Tree,
+    device: Tree,
+    inputs: Callable[[int, int], Tensor],
+    nu: Tensor,
+) -> Tensor:
+    """A device's new pseudo-labels, [samples, classes], some rows at a time; `inputs` gives those of some samples."""
+    relabel, count = optional(algorithm, "relabel"), torch.tensor(len(nu), device=nu.device)
+    pieces = []
+    for first in range(0, len(nu), ROWS_AT_ONCE):
+        last = min(first + ROWS_AT_ONCE, len(nu))
+        pieces.append(relabel(method, hyper, broadcast, device, inputs(first, last), nu[first:last], count))
+    return torch.cat(pieces) if pieces else nu
+
+
+def device_round(
+    algorithm: Algorithm,
+    method: Method,
+    hyper: Tree,
+    broadcast: Tree,
+    device: Tree,
+    minibatches: Iterable[Samples],
+    stop_after: Callable[[int], bool] = lambda _: False,
+) -> Trained:
+    """begin, a step on each minibatch until `stop_after` so many, finish."""
+    local, steps = algorithm.begin(method, hyper, broadcast, device), 0
+    for samples in minibatches:
+        local, steps = algorithm.step(method, hyper, local, samples), steps + 1
+        if stop_after(steps):
+            break
+    count = torch.tensor(steps, device=method.network.initial.device)
+    kept, upload = algorithm.finish(method, hyper, broadcast, device, local, count)
+    return Trained(kept, upload, algorithm.costs(local), steps)
