@@ -27,7 +27,7 @@ from fedcpsl import Algorithm, Data, Run, Work, load_federation, mlp, prepare
 from fedcpsl.errors import RunError
 from fedcpsl.federation import Message, Participant, Rules, serve, terms_of
 from fedcpsl.federation.device_store import load_kept
-from fedcpsl.federation.holdings import holdings_of
+from fedcpsl.federation.local_data import holdings_of
 from fedcpsl.federation.local_round import log_predictions
 from fedcpsl.federation.loopback import Loopback
 from fedcpsl.federation.messages import TRAIN

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fedcpsl.dropout import KeyedDropout, with_keyed_dropout
 from fedcpsl.layers import Arithmetic, backward, bind, differentiated_by_hand, forward, walk
 from fedcpsl.layers.geometry import Geometry, channels_first, patches
-from fedcpsl.layers.walk import Layer
+from fedcpsl.layers.layer_kinds import Layer
 from fedcpsl.models import cnn
 
 START = time.perf_counter()

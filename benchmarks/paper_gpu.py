@@ -59,7 +59,7 @@ def flop_per_sample(module: nn.Module, x: torch.Tensor) -> int:
 def flop_per_step(experiment: Experiment) -> int:
     """Of both models on one minibatch."""
     setup = experiment.setup
-    x = setup.shelf.x(slice(0, 1))
+    x = setup.device_data.x(slice(0, 1))
     return 2 * sum(setup.batch_widths) * flop_per_sample(setup.method.network.module, x)
 
 

@@ -20,8 +20,8 @@ from fedcpsl.config import algorithm_settings
 from fedcpsl.models import make_model
 from fedcpsl.simulation import initial_state
 from fedcpsl.simulation.executors import local_rounds
+from fedcpsl.simulation.round_request import RoundRequest, told_to, training_data_of
 from fedcpsl.simulation.rounds import draw_plan, next_state
-from fedcpsl.simulation.slots import Ask, ground_of, told_to
 from fedcpsl.trees import Tree, named_leaves
 
 SHAPES = {"mlp": (1, 28, 28), "cnn": (3, 32, 32)}
@@ -45,8 +45,8 @@ def uploads(name: str, model: str) -> tuple[int, int]:
     state = initial_state(setup)
     plan = draw_plan(state)
     sent, rows = told_to(setup, state.server, [task.device for task in plan])
-    ask = Ask(setup, plan, state.devices, sent, rows=rows)
-    finished = next(iter(local_rounds([ask], ground_of(setup.shelf, state.targets.clone()))))
+    ask = RoundRequest(setup, plan, state.devices, sent, rows=rows)
+    finished = next(iter(local_rounds([ask], training_data_of(setup.device_data, state.targets.clone()))))
     message = 0 if setup.method.traits.alone else len(save(_message(finished.upload)))
     before = initial_state(setup)
     counted = (next_state(before, plan).uplink_bytes - before.uplink_bytes) // len(plan)

@@ -14,7 +14,7 @@ from fedcpsl import config
 from fedcpsl.algorithms import all_algorithms, traits_of
 from fedcpsl.federation import Message, Participant, Rules, respond, terms_of
 from fedcpsl.federation.device_store import load_kept, restarted, settle
-from fedcpsl.federation.holdings import holdings_of
+from fedcpsl.federation.local_data import holdings_of
 from fedcpsl.runs import files
 from fedcpsl.simulation import prepare
 

@@ -65,7 +65,7 @@ def test_the_global_model_and_the_scaling_stay_as_they_are(run, tmp_path, capsys
 def test_it_is_what_personal_rounds_of_a_joiner_are(run, tmp_path):
     """One round, by the functions of the algorithm: theta_lc starts at theta, nu is labelled there, and is fixed."""
     from fedcpsl.export.adaptation import adapt
-    from fedcpsl.export.chosen import read_kept
+    from fedcpsl.export.saved_run import read_kept
     from fedcpsl.problem import Samples
     from fedcpsl.schedule import draw_tasks
     from fedcpsl.settings import Data
@@ -74,7 +74,7 @@ def test_it_is_what_personal_rounds_of_a_joiner_are(run, tmp_path):
     table = opposite(tmp_path / "dan.csv", rows=30)
     kept = read_kept(run)
     adapted = adapt(kept, Data(dataset="own", file=str(table), label="kind", labelled=1.0), "dan", 1)
-    setup, shelf = adapted.state.setup, adapted.state.setup.shelf
+    setup, device_data = adapted.state.setup, adapted.state.setup.device_data
     method, hyper = setup.personal_method, map_tensors(lambda t: t[0], setup.hyper)
     algorithm, network = setup.algorithm, method.network
     theta = network.join([kept.tensors[f"global/{name}"] for name in network.shapes])
@@ -82,7 +82,7 @@ def test_it_is_what_personal_rounds_of_a_joiner_are(run, tmp_path):
     broadcast = algorithm.broadcast(server)
     device = algorithm.init_device(method, broadcast)
     n, m = int(setup.sizes.labelled[0]), int(setup.sizes.unlabelled[0])
-    x, targets = shelf.x(slice(0, n + m)), shelf.one_hot.clone()
+    x, targets = device_data.x(slice(0, n + m)), device_data.one_hot.clone()
     targets[n:] = algorithm.relabel(setup.method, hyper, broadcast, device, x[n:], targets[n:], torch.tensor(m))
     (task,) = draw_tasks(setup.seed, 0, [0], setup.sizes, setup.work, unlabelled=True, dropout=False)
     local = algorithm.begin(method, hyper, broadcast, device)

@@ -7,9 +7,9 @@ import fedcpsl
 
 ROOT = Path(fedcpsl.__file__).parent
 ORDER = [
-    ["errors", "kinds", "dropout", "views", "slopes", "progress", "torchrun", "trees", "__init__"],
+    ["errors", "setting_types", "dropout", "memo", "loss_gradient", "progress", "torchrun", "trees", "__init__"],
     ["settings"],
-    ["layers", "each", "each_kernels"],
+    ["layers", "leafwise", "leafwise_kernels"],
     ["network", "models", "schedule"],
     ["problem", "problem_kernels"],
     ["algorithm"],
@@ -19,10 +19,10 @@ ORDER = [
     ["data"],
     ["simulation"],
     ["evaluation"],
-    ["examination"],
+    ["captured_evaluation"],
     ["theory"],
     ["sklearn"],
-    ["vectors", "runs"],
+    ["recorded_runs", "runs"],
     ["export"],
     ["federation"],
     ["deployment"],

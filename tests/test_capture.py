@@ -15,8 +15,8 @@ from fedcpsl.models import make_model
 from fedcpsl.simulation import initial_state, prepare
 from fedcpsl.simulation.capture import WASTE, captured_steps, ladder
 from fedcpsl.simulation.executors import local_rounds, stretches
+from fedcpsl.simulation.round_request import RoundRequest, training_data_of
 from fedcpsl.simulation.rounds import draw_plan, next_state
-from fedcpsl.simulation.slots import Ask, ground_of
 
 from .conftest import small_federation, small_model
 from .test_conformance import WORK, assert_equal, final
@@ -117,9 +117,9 @@ def test_rounds_of_growing_size_make_a_larger_stage():
         state = initial_state(setup)
         work = setup.work._replace(active=active, unit="steps", amount=amount)
         plan = draw_plan(state._replace(setup=setup._replace(work=work)))
-        ask = Ask(setup, plan, state.devices, state.server)
+        ask = RoundRequest(setup, plan, state.devices, state.server)
         ends = [
-            next(iter(local_rounds([ask], ground_of(setup.shelf, state.targets.clone()), take_steps=t)))
+            next(iter(local_rounds([ask], training_data_of(setup.device_data, state.targets.clone()), take_steps=t)))
             for t in (take, None)
         ]
         assert torch.allclose(ends[0].upload.delta, ends[1].upload.delta, rtol=1e-10, atol=1e-12)

@@ -15,8 +15,8 @@ from fedcpsl.problem import Samples
 from fedcpsl.runs.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from fedcpsl.schedule import DeviceRound, draw_tasks
 from fedcpsl.simulation import initial_state, prepare, simulate
+from fedcpsl.simulation.round_request import RoundRequest, told_to
 from fedcpsl.simulation.rounds import next_state
-from fedcpsl.simulation.slots import Ask, told_to
 from fedcpsl.trees import leaves, map_tensors, named_leaves
 
 from .conftest import needs_fork, small_federation, small_model
@@ -78,7 +78,7 @@ def assert_equal(a, b, tolerance=1e-10):
 def stacked_broadcast(setup, server, devices):
     """What some devices are sent, as slots side by side are given it."""
     broadcast, rows = told_to(setup, server, devices)
-    return Ask(setup, (), (), broadcast, rows=rows).told_each(devices)
+    return RoundRequest(setup, (), (), broadcast, rows=rows).told_each(devices)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,11 +9,11 @@ import pytest
 
 from fedcpsl.cli import run_command
 from fedcpsl.config import Config, with_settings
+from fedcpsl.runs import environment_check
 from fedcpsl.runs import estimate as estimates
-from fedcpsl.runs import inspection
+from fedcpsl.runs.environment_check import inspect_datasets, inspect_extras, inspect_programs
 from fedcpsl.runs.estimate import estimate, folder_bytes, steps_by_round
 from fedcpsl.runs.experiment import build
-from fedcpsl.runs.inspection import inspect_datasets, inspect_extras, inspect_programs
 
 from .command import QUICK
 from .test_docs import write_idx
@@ -75,16 +75,16 @@ def test_what_is_missing_comes_with_its_command(monkeypatch):
             raise metadata.PackageNotFoundError(name)
         return "1.0" if name == "pyarrow" else real(name)  # older than is asked for
 
-    monkeypatch.setattr(inspection.metadata, "version", without_flower)
-    monkeypatch.setattr(inspection, "_declared", lambda: {"flower": ["flwr==1.41.*"], "tables": ["pyarrow>=16"]})
+    monkeypatch.setattr(environment_check.metadata, "version", without_flower)
+    monkeypatch.setattr(environment_check, "_declared", lambda: {"flower": ["flwr==1.41.*"], "tables": ["pyarrow>=16"]})
     flower, tables = inspect_extras()
     for part, extra in ((flower, "flower"), (tables, "tables")):
         assert part.found is None
         assert "-m pip install" in part.mend
         assert f"[{extra}]" in part.mend
-    able = inspection.able({"accelerators": [], "usable_cores": 2}, [flower, tables])
+    able = environment_check.able({"accelerators": [], "usable_cores": 2}, [flower, tables])
     assert able["your own tables"] == "no, needs the extra tables"
-    monkeypatch.setattr(inspection.shutil, "which", lambda name, **_: "/apt" if name == "apt-get" else None)
+    monkeypatch.setattr(environment_check.shutil, "which", lambda name, **_: "/apt" if name == "apt-get" else None)
     mends = {part.name: part.mend for part in inspect_programs()}
     assert mends["git"] == "sudo apt-get install git"
     assert "[flower]" in mends["flower-superlink"]

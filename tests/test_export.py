@@ -104,7 +104,7 @@ def test_a_file_answers_as_the_run_evaluates(run, exported, tmp_path, capsys):
     """The test samples of bob as they stand in the table, and the predictions behind the run's own metrics."""
     experiment = build(read_run_config(run))
     state = load_checkpoint(checkpoints(run)[-1], experiment.setup)
-    rows = experiment.setup.shelf.test.rows(1)
+    rows = experiment.setup.device_data.test.rows(1)
     expected = evaluate(state).predictions.personal[rows].exp().numpy()
     federation = experiment.federation
     raw = federation.x[(federation.device == 1) & (federation.role == 2)]
@@ -174,8 +174,8 @@ def test_a_file_that_was_changed_or_cut_is_refused(exported, suffix, tmp_path, c
 
 def test_a_pickle_in_a_pt2_is_never_loaded(exported, tmp_path, capsys):
     """A file with a right checksum can still be an attack: one whose weights it calls a pickle."""
-    from fedcpsl.export.about import sealed
     from fedcpsl.export.files import _members, _members_of, read_torch
+    from fedcpsl.export.model_manifest import sealed
 
     members = _members_of((exported / "bob.pt2").read_bytes(), tmp_path)
     about = read_torch((exported / "bob.pt2").read_bytes(), tmp_path).about

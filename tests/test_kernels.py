@@ -9,8 +9,8 @@ from torch import nn
 from fedcpsl.dropout import KeyedDropout, with_keyed_dropout
 from fedcpsl.layers import Arithmetic, Layer, backward, bind, forward, walk
 from fedcpsl.layers.convolution import convolution
+from fedcpsl.layers.elementwise import dropout
 from fedcpsl.layers.linear import linear, matrices_of, totals_of
-from fedcpsl.layers.simple import dropout
 from fedcpsl.network import Network
 from fedcpsl.problem import Costs, Samples, costs_and_slope_at_once, local_cost, mixture
 

@@ -6,7 +6,7 @@ import torch
 from fedcpsl.config import Config, with_settings
 from fedcpsl.runs.experiment import build, load_data
 from fedcpsl.simulation import executors, labels, simulate
-from fedcpsl.simulation.slots import Slot
+from fedcpsl.simulation.round_request import Slot
 
 
 @pytest.mark.parametrize("together", [labels.ROWS_TOGETHER, 40])  # all rows of the devices, and a few at a time

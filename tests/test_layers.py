@@ -8,10 +8,10 @@ from torch import nn
 from torch.func import functional_call
 
 from fedcpsl.dropout import KeyedDropout, with_keyed_dropout
-from fedcpsl.each import has_triton
 from fedcpsl.layers import Arithmetic, backward, bind, differentiated_by_hand, forward, walk
 from fedcpsl.layers.convolution import by_library, by_matmul
 from fedcpsl.layers.geometry import geometry_of
+from fedcpsl.leafwise import has_triton
 from fedcpsl.models import cnn, mlp
 from fedcpsl.network import Network
 from fedcpsl.settings import Run
@@ -341,7 +341,7 @@ def test_one_after_another_is_plain_pytorch_for_any_module():
 
 
 def test_a_gpu_without_triton_is_told_once(monkeypatch, caplog):
-    monkeypatch.setattr("fedcpsl.each.find_spec", lambda _: None)
+    monkeypatch.setattr("fedcpsl.leafwise.find_spec", lambda _: None)
     has_triton.cache_clear()
     assert [has_triton(), has_triton()] == [False, False]
     has_triton.cache_clear()

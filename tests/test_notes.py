@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from fedcpsl.config import Data
 from fedcpsl.data import notes
+from fedcpsl.data.categorical import in_order
 from fedcpsl.data.csv_files import dialect_of, kind_of
 from fedcpsl.data.sources import load_federation, load_source
 from fedcpsl.data.tables import Columns, read_rows
-from fedcpsl.data.texts import in_order
 from fedcpsl.errors import InputError
 from tests.command import fedcpsl
 

@@ -14,15 +14,15 @@ from rich.console import Console
 from fedcpsl.cli import run_command
 from fedcpsl.config import Config, with_settings
 from fedcpsl.data.sources import load_federation
-from fedcpsl.report.charts import MOST_POINTS, accuracy_charts, ticks
-from fedcpsl.report.findings import best_and_worst
-from fedcpsl.report.lead import sentence
+from fedcpsl.report.chart_series import MOST_POINTS, accuracy_charts, ticks
+from fedcpsl.report.headline import sentence
+from fedcpsl.report.loaded_runs import Line, RunSet, alone_for, load_runs, tell, try_load_runs
 from fedcpsl.report.page import page_of
 from fedcpsl.report.sections import _cards, _map, state_of
-from fedcpsl.report.story import Line, Story, alone_for, read_story, tell, try_story
+from fedcpsl.report.summary_tables import best_and_worst
 from fedcpsl.report.tables import Column, Table, plain, points, seconds, size, to_csv, to_html, to_latex, to_markdown
 from fedcpsl.report.terminal import progress, sparkline
-from fedcpsl.runs import holdings
+from fedcpsl.runs import split_summary
 
 from .browser import CHROMIUM, MISSING, Browser
 from .command import QUICK
@@ -153,7 +153,7 @@ def test_gains_come_from_devices_that_train_alone(comparison):
 
 
 def test_a_run_of_a_comparison_finds_its_neighbour(comparison):
-    story = read_story([comparison / "runs" / "fedcpsl-seed1"])
+    story = load_runs([comparison / "runs" / "fedcpsl-seed1"])
     found = alone_for(story.runs[0], story.references)
     assert found.folder.name == "local-seed1"
     assert alone_for(tell(comparison / "runs" / "fedcpsl-seed0"), story.references) is not found
@@ -204,7 +204,7 @@ def test_runs_side_by_side_on_one_page(run, comparison, desk, monkeypatch, capsy
 
 def test_the_same_run_twice_is_not_two_seeds(run, desk):
     shutil.copytree(run, desk / "again")
-    story = read_story([run, desk / "again"])
+    story = load_runs([run, desk / "again"])
     assert [(line.name, len(line.runs)) for line in story.lines] == [("fedcpsl (1)", 1), ("fedcpsl (2)", 1)]
 
 
@@ -287,7 +287,7 @@ def test_samples_without_a_label_of_their_own_are_counted(desk, capsys):
     assert says in page
     assert "<caption>unlabelled, most 30</caption>" in page
     assert '--v:100%" title="device 0, class unknown: 30 unlabelled">30</td>' in page
-    assert sentence(Story([Line("a", [tell(desk / "few")._replace(devices=[])])], [], {}, 0)).endswith(says)
+    assert sentence(RunSet([Line("a", [tell(desk / "few")._replace(devices=[])])], [], {}, 0)).endswith(says)
     capsys.readouterr()
     assert fedcpsl("data", *own, "--picture", desk / "few.svg") == 0
     said = capsys.readouterr().out
@@ -297,7 +297,7 @@ def test_samples_without_a_label_of_their_own_are_counted(desk, capsys):
 
 
 def test_what_was_gained_is_of_all_or_not_said(comparison):
-    story = read_story([comparison])
+    story = load_runs([comparison])
     (served, alone), references = story.lines, story.references
     better = [d | {"personal": "1.0"} for d in served.runs[0].devices]
     worse = [d | {"personal": "0.25"} for d in served.runs[0].devices]
@@ -337,7 +337,7 @@ def test_what_was_adapted_from_a_run_says_so(run, desk):
     assert "fedcpsl adapt r1 --data " in page
     assert "--name 0 --rounds 3</pre>" in page
     assert "fedcpsl run config.toml" not in page
-    both = page_of(read_story([run, desk / "adapted"]))
+    both = page_of(load_runs([run, desk / "adapted"]))
     assert "and of the runs 1 adapted from another, in personal rounds with no server" in both
     assert "2 runs of 2 kinds" in both
     assert "fedcpsl run config.toml" in both
@@ -347,7 +347,7 @@ def test_planned_runs_that_have_not_begun_are_waited_for(comparison, desk):
     shutil.copytree(comparison, desk / "half")
     for name in ("fedcpsl-seed1", "local-seed0", "local-seed1"):
         shutil.rmtree(desk / "half" / "runs" / name)
-    story = try_story([desk / "half"])
+    story = try_load_runs([desk / "half"])
     assert (len(story.runs), story.waiting, state_of(story)) == (1, 3, "1 of 4 runs finished")
     assert fedcpsl("report", desk / "half") == 0
     page = (desk / "half" / "report.html").read_text()
@@ -413,7 +413,7 @@ def test_classes_that_are_left_out_are_counted(desk):
     y = np.arange(90) % 45
     np.savez(desk / "many.npz", x=np.ones((90, 2)), y=y, device=np.arange(90) // 45)
     data = with_settings(Config(), {"data.file": str(desk / "many.npz"), "data.labelled": 1.0}).data
-    found = holdings.holdings_of(load_federation(data, 0))
+    found = split_summary.holdings_of(load_federation(data, 0))
     assert (len(found.classes), found.all_classes) == (40, 45)
     assert "The first 40 of 45 classes." in _map(found)
     assert "classes." not in _map(found._replace(all_classes=0))  # from before
@@ -428,17 +428,17 @@ def test_a_report_reads_data_once_and_downloads_nothing(run, desk, monkeypatch):
         asked.append(data.dataset)
         return load_federation(data, seed)
 
-    monkeypatch.setattr(holdings, "load_federation", load)
+    monkeypatch.setattr(split_summary, "load_federation", load)
     config = tell(desk / "bare").config
-    first = holdings.read_holdings(desk / "bare", config)
-    assert holdings.read_holdings(desk / "bare", config) is first
-    assert first == holdings.read_holdings(run, config)
+    first = split_summary.read_holdings(desk / "bare", config)
+    assert split_summary.read_holdings(desk / "bare", config) is first
+    assert first == split_summary.read_holdings(run, config)
     assert asked == ["digits"]
     monkeypatch.setenv("FEDCPSL_CACHE", str(desk / "cache"))
     monkeypatch.delenv("FEDCPSL_DATA", raising=False)
     for name in ("mnist", "cifar10"):
         (desk / name).mkdir()
-        said = holdings.read_holdings(desk / name, replace(config, data=replace(config.data, dataset=name)))
+        said = split_summary.read_holdings(desk / name, replace(config, data=replace(config.data, dataset=name)))
         assert said == f"{name} is not on this machine; fetch it with: fedcpsl data --dataset {name}"
     assert asked == ["digits"]
 
@@ -501,7 +501,7 @@ def test_long_runs_of_many_lines_stay_small(run, desk):
     (desk / "huge" / "split.json").write_text(json.dumps(holdings | {"labelled": full, "unlabelled": full}))
     one = tell(desk / "huge")
     many = [one.metrics[-1] | {"round": r} for r in range(1_200)]
-    story = read_story([run])
+    story = load_runs([run])
     lines = [Line(f"case {i}", [one._replace(metrics=many)]) for i in range(12)]
     (chart, *_) = accuracy_charts(story._replace(lines=lines))
     assert sum(len(s["x"]) for s in chart["series"]) <= MOST_POINTS
@@ -584,7 +584,7 @@ def test_it_works_in_the_dark_on_a_phone_by_keyboard_and_without_scripts(run, co
 
 @pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 def test_on_paper_nothing_is_cut_off(run, comparison, tmp_path):
-    page = page_of(read_story([run, comparison]))
+    page = page_of(load_runs([run, comparison]))
     (tmp_path / "both.html").write_text(page)
     with Browser(tmp_path / "profile") as browser:
         browser.open((tmp_path / "both.html").as_uri(), width=700)  # A4 less its margins

@@ -11,7 +11,7 @@ import torch
 
 from fedcpsl.config import with_settings
 from fedcpsl.errors import InputError
-from fedcpsl.runs import companies
+from fedcpsl.runs import run_groups
 from fedcpsl.runs.study import (
     find_study,
     known_studies,
@@ -178,7 +178,7 @@ def test_a_run_that_fails_does_not_take_the_others_with_it(desk):
 def test_a_company_that_does_not_fit_begins_anew_with_fewer(desk, monkeypatch, capsys):
     """The GPU's memory may be less by then than it was when the company was made up."""
     study = read_study(desk / "pair.toml")
-    plan, begin, sizes = plan_of([study], "digits", 1), companies.start_together, []
+    plan, begin, sizes = plan_of([study], "digits", 1), run_groups.start_together, []
 
     def out_of_memory(members):
         sizes.append(len(members))
@@ -189,7 +189,7 @@ def test_a_company_that_does_not_fit_begins_anew_with_fewer(desk, monkeypatch, c
         return begin(members)
 
     (desk / "o").mkdir()
-    monkeypatch.setattr(companies, "start_together", out_of_memory)
+    monkeypatch.setattr(run_groups, "start_together", out_of_memory)
     assert run_plan(desk / "o" / "digits", plan, lambda company, _: [lambda *_: None] * len(company))
     assert sizes == [5, 2, 2, 1]
     assert (

@@ -55,11 +55,11 @@ def nearest_distribution(v):
 
 def plain_gap(state, alpha_p, alpha_r, beta, eta_v=None):
     """The gap's parts, Xi and the personal gap; eta_v for the gradient form."""
-    shelf, change, xi, personal, gradient = state.setup.shelf, 0.0, 0.0, 0.0, 0
-    total = int(shelf.start[-1])
+    device_data, change, xi, personal, gradient = state.setup.device_data, 0.0, 0.0, 0.0, 0
+    total = int(device_data.start[-1])
     for device in range(state.setup.devices):
-        rows, n = shelf.all_rows(device), int(shelf.labelled[device])
-        x, target, weight = shelf.x(rows), state.targets[rows], (rows.stop - rows.start) / total
+        rows, n = device_data.all_rows(device), int(device_data.labelled[device])
+        x, target, weight = device_data.x(rows), state.targets[rows], (rows.stop - rows.start) / total
         h, theta = distributions(x, state.server.theta)
         own = flat_gradient(plain_cost(h, target, n, alpha_p, alpha_r), theta)
         gradient = gradient + weight * own
@@ -183,8 +183,8 @@ def test_lower_estimate_is_the_exact_norm_at_a_point(dtype):
     *_, state = simulate(setup)
     norms, personal_norms = [], []
     for device in range(setup.devices):
-        rows, n = setup.shelf.all_rows(device), int(setup.shelf.labelled[device])
-        x, target = setup.shelf.x(rows), state.targets[rows]
+        rows, n = setup.device_data.all_rows(device), int(setup.device_data.labelled[device])
+        x, target = setup.device_data.x(rows), state.targets[rows]
 
         def h(theta, x=x):
             first, bias, second, other = theta.split([48, 8, 24, 3])

@@ -84,9 +84,9 @@ def test_no_other_layout_is_tried_when_time_is_up(monkeypatch):
 @pytest.mark.parametrize("layout", [Layout("sequential", 0, 1), Layout("vectorised", 1, 1), Layout("vectorised", 0, 2)])
 def test_candidates_are_really_run_and_leave_no_trace(layout):
     setup = small_setup()
-    before = setup.shelf.one_hot.clone(), setup.method.network.batched
+    before = setup.device_data.one_hot.clone(), setup.method.network.batched
     assert timing.device_steps_per_second(setup, layout, 0.01) > 0
-    assert torch.equal(setup.shelf.one_hot, before[0])
+    assert torch.equal(setup.device_data.one_hot, before[0])
     assert setup.method.network.batched == before[1]
 
 

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from fedcpsl import config, examination
+from fedcpsl import captured_evaluation, config
+from fedcpsl.captured_evaluation import examiner
 from fedcpsl.data.federation import Federation
 from fedcpsl.evaluation import evaluate, evaluate_together
-from fedcpsl.examination import examiner
 from fedcpsl.simulation import prepare, simulate, simulate_together
 from fedcpsl.simulation.executors import groups
 from fedcpsl.simulation.memory import slots_that_fit
+from fedcpsl.simulation.round_request import RoundRequest, joint_training_data
 from fedcpsl.simulation.rounds import draw_plan, initial_state
-from fedcpsl.simulation.slots import Ask, common_ground
 
 from .conftest import small_federation, small_model
 from .test_conformance import WORK, assert_equal
@@ -118,8 +118,8 @@ def test_what_has_the_same_shapes_is_one_group():
     run = config.Run(executor="vectorised", dtype="float64", processes=1, device="cpu")
     made = setups(run, cases=[{"name": n} for n in ("fedcpsl", "apfsl", "fedcpsl", "apfl", "fedavg", "fedshvrp")])
     states = [initial_state(setup) for setup in made]
-    asks = [Ask(s.setup, draw_plan(s), s.devices, s.setup.algorithm.broadcast(s.server)) for s in states]
-    ground = common_ground([setup.shelf for setup in made], [state.targets for state in states])
+    asks = [RoundRequest(s.setup, draw_plan(s), s.devices, s.setup.algorithm.broadcast(s.server)) for s in states]
+    ground = joint_training_data([setup.device_data for setup in made], [state.targets for state in states])
     runs = [sorted({slot.run for slot in group}) for _, group in groups(asks, ground)]
     assert runs == [[0, 1, 2], [3], [4], [5]]
 
@@ -143,9 +143,9 @@ def test_bytes_stay_bytes_and_give_the_same_numbers(monkeypatch):
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 3))
     given = (federation, model, config.Algorithm(), WORK, config.Run(dtype="float64", processes=1, device="cpu"))
     numbers = prepare(*given)
-    monkeypatch.setattr("fedcpsl.simulation.shelf.MANY_BYTES", 0)
+    monkeypatch.setattr("fedcpsl.simulation.device_data.MANY_BYTES", 0)
     in_bytes = prepare(*given)
-    assert (numbers.shelf.inputs.raw.dtype, in_bytes.shelf.inputs.raw.dtype) == (torch.float64, torch.uint8)
+    assert (numbers.device_data.inputs.raw.dtype, in_bytes.device_data.inputs.raw.dtype) == (torch.float64, torch.uint8)
     assert_equal(last(simulate(in_bytes)), last(simulate(numbers)), tolerance=0)
 
 
@@ -154,7 +154,7 @@ def test_runs_on_the_same_samples_share_them():
     run = config.Run(processes=1, device="cpu")
     first = prepare(federation, small_model(), config.Algorithm(), WORK, run)
     second = prepare(federation, small_model(), config.Algorithm(), WORK, replace(run, seed=1), beside=first)
-    assert second.shelf.inputs.raw is first.shelf.inputs.raw
+    assert second.device_data.inputs.raw is first.device_data.inputs.raw
 
 
 def test_evaluating_together_is_evaluating_each():
@@ -200,8 +200,10 @@ def test_localized_models_are_examined_a_few_at_a_time(monkeypatch):
     network = type(after[0].setup.method.network)
     whole = network.log_probabilities
     monkeypatch.setattr(network, "log_probabilities", lambda *given: asked.append(len(given[1])) or whole(*given))
-    monkeypatch.setattr(examination, "ROWS_AT_ONCE", 2 * max(np.diff(s.setup.shelf.test.start).max() for s in after))
-    anew = examination._with_new_localized(after, earlier)
+    monkeypatch.setattr(
+        captured_evaluation, "ROWS_AT_ONCE", 2 * max(np.diff(s.setup.device_data.test.start).max() for s in after)
+    )
+    anew = captured_evaluation._with_new_localized(after, earlier)
     assert len(asked) > 1
     assert max(asked) == 2
     for state, made in zip(after, anew, strict=True):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedcpsl.errors import InputError
-from fedcpsl.vectors import executors, read_vector, replay
+from fedcpsl.recorded_runs import executors, read_vector, replay
 
 FOLDER = Path(__file__).parent / "vectors"
 VECTORS = sorted(FOLDER.glob("*.npz"))

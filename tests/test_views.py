@@ -5,13 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from fedcpsl.views import remembered
+from fedcpsl.memo import cache_last_call
 
 
 def test_the_same_objects_are_answered_without_work():
     made = []
 
-    @remembered
+    @cache_last_call
     def make(a, b=None):
         made.append((a, b))
         return [a, b]
@@ -35,7 +35,7 @@ def _threads_take_turns_often():
 
 @pytest.mark.usefixtures("_threads_take_turns_often")
 def test_threads_get_their_own_answers():
-    @remembered
+    @cache_last_call
     def make(a):
         return [a]
 

@@ -14,7 +14,7 @@ from fedcpsl import config
 from fedcpsl.errors import RunError
 from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation import prepare, simulate
-from fedcpsl.simulation.slots import Ask
+from fedcpsl.simulation.round_request import RoundRequest
 from fedcpsl.simulation.workers import share_out
 
 from .command import spawn
@@ -41,7 +41,7 @@ def is_alive(pid):
 def test_work_is_shared_evenly_and_in_device_order():
     empty = np.empty((0, 0), np.int64)
     plans = [[DeviceRound(i, steps, empty, empty) for i, steps in enumerate(counts)] for counts in ([5, 1, 4], [3, 3])]
-    shares = share_out([Ask(None, plan, None, None) for plan in plans], 2)
+    shares = share_out([RoundRequest(None, plan, None, None) for plan in plans], 2)
     assert sorted(sum(task.steps for plan in share for task in plan) for share in shares) == [8, 8]
     assert all([t.device for t in plan] == sorted(t.device for t in plan) for share in shares for plan in share)
 

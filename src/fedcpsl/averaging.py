@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedcpsl.algorithm import Method, Roster, Traits
-from fedcpsl.each import subtract_scaled
+from fedcpsl.leafwise import subtract_scaled
 from fedcpsl.network import Leaves
 from fedcpsl.problem import Samples, costs_and_slope_at_once, cross_entropy, local_cost_and_slope, row_weights
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedcpsl.simulation import State
-from fedcpsl.simulation.shelf import Held
-from fedcpsl.simulation.transfer import sent
+from fedcpsl.simulation.device_data import Held
+from fedcpsl.simulation.to_device import to_device
 from fedcpsl.trees import Tree, map_tensors
 
 ROWS_AT_ONCE = 16384
@@ -100,8 +100,8 @@ class Pending(NamedTuple):
 
 def measure_together(states: Sequence[State], earlier: Sequence[Predictions | None]) -> Pending:
     """Have the metrics of many runs computed, to be brought to the host all at once."""
-    predictions = [predict(s, s.setup.shelf.test, e) for s, e in zip(states, earlier, strict=True)]
-    judges = [sent(has_labelled(state), state.targets.device) for state in states]
+    predictions = [predict(s, s.setup.device_data.test, e) for s, e in zip(states, earlier, strict=True)]
+    judges = [to_device(has_labelled(state), state.targets.device) for state in states]
     return pending(states, predictions, [measure(*each) for each in zip(states, predictions, judges, strict=True)])
 
 
@@ -133,7 +133,7 @@ class Measured(NamedTuple):
 @torch.no_grad()
 def measure(state: State, made: Predictions, judged: Tensor, model: Tensor | None = None) -> list[Tensor]:
     """All but the last field of `Measured`; `judged` [devices]: whose pseudo-labels count; `model` as in `predict`."""
-    tests, validation = state.setup.shelf.test, state.setup.shelf.validation
+    tests, validation = state.setup.device_data.test, state.setup.device_data.validation
     exact = torch.float32 if tests.x.device.type == "mps" else torch.float64
     nothing = torch.zeros(0, device=tests.y.device, dtype=exact)
 
@@ -156,7 +156,7 @@ def measure(state: State, made: Predictions, judged: Tensor, model: Tensor | Non
 
 
 def _evaluation(state: State, made: Predictions, measured: Measured) -> Evaluation:
-    tests, validation = state.setup.shelf.test, state.setup.shelf.validation
+    tests, validation = state.setup.device_data.test, state.setup.device_data.validation
     roster = state.setup.roster(max(state.round - 1, 0))
     general = _accuracy(tests, measured.general, roster)
     personal = _accuracy(tests, measured.personal, roster)
@@ -230,10 +230,10 @@ def _labels(state: State, judged: Tensor, exact: torch.dtype) -> Tensor:
     """Of some devices' pseudo-labels: how many are right, of how many whose truth is known; the largest entries of nu
     added up, and how many pseudo-labels there are.
     """
-    shelf = state.setup.shelf
-    theirs = judged[shelf.device] & shelf.hidden
-    known = theirs & (shelf.truth >= 0)
-    right = (state.targets.argmax(-1) == shelf.truth) & known
+    device_data = state.setup.device_data
+    theirs = judged[device_data.device] & device_data.hidden
+    known = theirs & (device_data.truth >= 0)
+    right = (state.targets.argmax(-1) == device_data.truth) & known
     largest = torch.where(theirs, state.targets.amax(-1).to(exact), 0)
     return torch.stack([each.sum().to(exact) for each in (right, known, largest, theirs)])
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedcpsl.errors import InputError, did_you_mean
-from fedcpsl.kinds import toml_value
+from fedcpsl.setting_types import toml_value
 from fedcpsl.settings import AUTO
 
 NAMES = ("mlp", "cnn", "resnet8", "cnn1d", "logistic")

@@ -31,9 +31,9 @@ from fedcpsl.layers import (
     walk,
     whole,
 )
-from fedcpsl.layers.own import own_products
-from fedcpsl.slopes import Cost, Slope, SlopeAtOnce, differentiated, times
-from fedcpsl.views import as_slots, by_model, remembered, unbound
+from fedcpsl.layers.triton_available import own_products
+from fedcpsl.loss_gradient import Cost, Slope, SlopeAtOnce, differentiated, times
+from fedcpsl.memo import as_slots, by_model, cache_last_call, unbound
 
 Leaves = tuple[Tensor, ...]
 AGREE = 0.02  # of the outputs' norm: a GPU may multiply coarsely
@@ -72,7 +72,7 @@ class Network:
         self.sizes = [shape.numel() for shape in self.shapes.values()]
         self.initial = torch.cat([p.detach().flatten() for p in trained.values()])
         self.has_dropout = bool(self._dropouts)
-        self._learning = remembered(self._kept_views)
+        self._learning = cache_last_call(self._kept_views)
         self.same_in_both_modes = False
         self._check_outputs(example[:2].expand(2, *example.shape[1:]))
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedcpsl.each import has_triton
-from fedcpsl.views import remembered
+from fedcpsl.leafwise import has_triton
+from fedcpsl.memo import cache_last_call
 
 LOG_FLOOR = 1e-12
 SampleCost = Callable[[Tensor, Tensor], Tensor]
@@ -124,13 +124,13 @@ def costs_and_slope_at_once(
     return found
 
 
-@remembered
+@cache_last_call
 def _over_classes(weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
     """Weights shaped to go with log h, and the regulariser's sum."""
     return weights.loss[..., None], weights.regulariser[..., None], weights.regulariser.sum(-1)
 
 
-@remembered
+@cache_last_call
 def _log_shares(beta: Tensor) -> tuple[Tensor, Tensor]:
     """log beta and log (1 - beta): what the two models of a mixture weigh, shaped to go with log h."""
     beta = beta[..., None, None]

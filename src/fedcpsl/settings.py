@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedcpsl.errors import printable
-from fedcpsl.kinds import (
+from fedcpsl.setting_types import (
     choice,
     is_labelled_share,
     is_range,

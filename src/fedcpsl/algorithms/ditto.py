@@ -10,10 +10,10 @@ from torch import Tensor
 from fedcpsl import averaging
 from fedcpsl.algorithm import Method, Traits
 from fedcpsl.averaging import Broadcast, Upload, add_labelled_gradient, descend, model_of, stacked
-from fedcpsl.kinds import real, text
 from fedcpsl.network import Leaves
 from fedcpsl.problem import Samples
 from fedcpsl.schedule import Sizes
+from fedcpsl.setting_types import real, text
 from fedcpsl.settings import AUTO
 
 VARIANTS = {"ditto": Traits(unlabelled=False, personal=True, models=2, gradients_per_step=2)}

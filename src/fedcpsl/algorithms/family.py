@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fedcpsl.algorithm import Method, Roster, Traits
-from fedcpsl.each import scale_and_add, subtract_scaled
 from fedcpsl.errors import InputError
+from fedcpsl.leafwise import scale_and_add, subtract_scaled
+from fedcpsl.memo import cache_last_call
 from fedcpsl.network import Leaves
 from fedcpsl.problem import (
     Costs,
@@ -28,7 +29,6 @@ from fedcpsl.problem import (
 from fedcpsl.schedule import Sizes
 from fedcpsl.settings import AUTO
 from fedcpsl.settings import Algorithm as Settings
-from fedcpsl.views import remembered
 
 PREDICTS_WITH = ("beta",)
 OWN_NUMBERS = ("beta",)  # that a real device may choose for itself
@@ -344,7 +344,7 @@ def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     return local._replace(costs=local.costs + costs)
 
 
-@remembered
+@cache_last_call
 def _etas(method: Method, hyper: Hyper) -> Tensor:
     """The step size of each model that is trained."""
     trained = [] if method.sends_nothing else [hyper.eta]
@@ -411,7 +411,7 @@ def _mixed_alone(hyper: Hyper, samples: Samples, log_h: Tensor) -> Tensor:
     return mixture(log_h.squeeze(lead), samples.partner, hyper.beta).unsqueeze(lead)
 
 
-@remembered
+@cache_last_call
 def _weights_for_each_model(labelled: Tensor, unlabelled: Tensor, hyper: Hyper) -> Weights:
     lead, alphas = hyper.eta.dim(), (hyper.alpha_p[..., None], hyper.alpha_r[..., None])
     return row_weights(labelled.unsqueeze(lead), unlabelled.unsqueeze(lead), *alphas)

@@ -11,10 +11,10 @@ from fedcpsl import averaging
 from fedcpsl.algorithm import Method, Traits
 from fedcpsl.averaging import Upload, add_labelled_gradient, descend, model_of, stacked
 from fedcpsl.errors import InputError
-from fedcpsl.kinds import choice, real, text
 from fedcpsl.network import Leaves
 from fedcpsl.problem import Samples
 from fedcpsl.schedule import Sizes
+from fedcpsl.setting_types import choice, real, text
 from fedcpsl.settings import AUTO
 
 VARIANTS = {"fedamp": Traits(unlabelled=False, personal=True)}

@@ -13,10 +13,10 @@ from torch import Tensor
 from fedcpsl import averaging
 from fedcpsl.algorithm import Method, Roster, Traits
 from fedcpsl.averaging import Broadcast, Sum, Upload, add_labelled_gradient, descend, model_of, stacked
-from fedcpsl.kinds import choice, real, text
 from fedcpsl.network import Leaves
 from fedcpsl.problem import Samples
 from fedcpsl.schedule import Sizes
+from fedcpsl.setting_types import choice, real, text
 from fedcpsl.settings import AUTO
 
 VARIANTS = {"feddyn": Traits(unlabelled=False, personal=False)}

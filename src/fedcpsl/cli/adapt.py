@@ -33,7 +33,7 @@ def _adapt(parsed: argparse.Namespace) -> int:
     if not parsed.data.exists():
         raise InputError(f"{parsed.data}: no such file")
     from fedcpsl.export.adaptation import adapt, check_adaptable, rounds_of_a_device, write_adapted
-    from fedcpsl.export.chosen import read_kept
+    from fedcpsl.export.saved_run import read_kept
     from fedcpsl.runs.files import to_json
     from fedcpsl.settings import Data
 

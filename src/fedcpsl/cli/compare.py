@@ -112,8 +112,8 @@ def _run(folder: Path, plan: "Plan", tracker: str | None, *, as_json: bool) -> i
 
     from fedcpsl.cli.run import says_how_to_go_on
     from fedcpsl.report.comparison import comparison_progress, print_comparison, write_comparison
-    from fedcpsl.runs.companies import run_all
     from fedcpsl.runs.comparison import run_folder
+    from fedcpsl.runs.run_groups import run_all
     from fedcpsl.runs.trackers import announcing, tracking
 
     count = len(plan.cases) * len(plan.seeds)

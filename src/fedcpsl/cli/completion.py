@@ -97,7 +97,9 @@ def completed_by(action: argparse.Action) -> Value:
 def _named(dest: str) -> Value | None:
     """What completes something that is known by its name, whichever command has it."""
     own: dict[str, Callable[[], Value]] = {
-        "data.dataset": lambda: Value((*literals("data/named.py", "NAMED"), *literals("data/sources.py", "DATASETS"))),
+        "data.dataset": lambda: Value(
+            (*literals("data/datasets.py", "NAMED"), *literals("data/sources.py", "DATASETS"))
+        ),
         "data.file": lambda: Value(files=True, folders=True),
         "data.dir": lambda: Value(folders=True),
         "model.name": lambda: Value(("auto", *literals("models.py", "NAMES"))),

@@ -34,8 +34,8 @@ def _data(parsed: argparse.Namespace) -> int:
 
     from fedcpsl.data.sources import load_federation, load_source, place, resolve
     from fedcpsl.data.split import split_bytes
-    from fedcpsl.report.fitting import print_table
     from fedcpsl.report.split import class_picture, in_memory, split_table
+    from fedcpsl.report.terminal_width import print_table
     from fedcpsl.runs.files import write_whole
 
     resolved, seed = resolve(config.data), config.run.seed
@@ -55,7 +55,7 @@ def _data(parsed: argparse.Namespace) -> int:
         write_whole(parsed.save, split_bytes(place(source, resolved, seed), federation))
         print(f"saved    {parsed.save}; use it again with --set data.split={parsed.save}")
     if parsed.picture:
-        from fedcpsl.report.plots import split_picture
+        from fedcpsl.report.figures import split_picture
 
         write_whole(parsed.picture, split_picture(federation))
         print(f"picture  {parsed.picture.resolve().as_uri()}")

@@ -8,9 +8,9 @@ from fedcpsl.cli.options import add_settings, config_of, given_settings
 
 if TYPE_CHECKING:
     from fedcpsl.config import Config
+    from fedcpsl.runs.environment_check import Part
     from fedcpsl.runs.estimate import Estimate, Range
     from fedcpsl.runs.experiment import Experiment
-    from fedcpsl.runs.inspection import Part
 
 BUSY = 0.5  # tasks per core from which on timings are off
 
@@ -31,14 +31,14 @@ def add(commands: Any) -> None:
 
 def _doctor(parsed: argparse.Namespace) -> int:
     config = config_of(parsed) if given_settings(parsed) else None
-    from fedcpsl.runs import inspection
+    from fedcpsl.runs import environment_check
 
-    machine = inspection.inspect_machine()
-    extras, programs = inspection.inspect_extras(), inspection.inspect_programs()
-    datasets = inspection.inspect_datasets(config.data.dir if config else "")
-    gpu = inspection.idle_gpu()
+    machine = environment_check.inspect_machine()
+    extras, programs = environment_check.inspect_extras(), environment_check.inspect_programs()
+    datasets = environment_check.inspect_datasets(config.data.dir if config else "")
+    gpu = environment_check.idle_gpu()
     missing = [part for part in (*([gpu] if gpu else []), *extras, *programs, *datasets) if part.mend]
-    able = inspection.able(machine, extras)
+    able = environment_check.able(machine, extras)
     content: dict[str, Any] = {
         "machine": machine,
         "able": able,
@@ -94,7 +94,7 @@ def _plain(experiment: "Experiment", found: "Estimate") -> dict[str, Any]:
     plain = found._asdict() | {key: value._asdict() for key in ranges if (value := getattr(found, key))}
     setup = experiment.setup
     layout = {"executor": setup.executor, "slots": experiment.config.run.slots, "processes": setup.processes}
-    return {"device": str(setup.shelf.where), "store": setup.store, **layout, **plain}
+    return {"device": str(setup.device_data.where), "store": setup.store, **layout, **plain}
 
 
 def _say(title: str, facts: Iterable[tuple[str, Any]]) -> None:
@@ -134,7 +134,7 @@ def _say_estimate(experiment: "Experiment", found: "Estimate", machine: Mapping[
     from fedcpsl.report.tables import size
 
     config, setup = experiment.config, experiment.setup
-    places = {"accelerator": f"on {setup.shelf.where}", "host": "in memory", "disk": "on disk"}
+    places = {"accelerator": f"on {setup.device_data.where}", "host": "in memory", "disk": "on disk"}
     beside = found.accelerator_bytes
     facts = [
         (
@@ -144,7 +144,7 @@ def _say_estimate(experiment: "Experiment", found: "Estimate", machine: Mapping[
         ),
         (
             "how",
-            f"{setup.executor} on {setup.shelf.where}, {setup.processes} process{'es' * (setup.processes > 1)}, "
+            f"{setup.executor} on {setup.device_data.where}, {setup.processes} process{'es' * (setup.processes > 1)}, "
             f"device states {places[setup.store]}",
         ),
         ("time", f"about {_duration(found.seconds.likely)} ({_between(found.seconds)}), from a trial of a few rounds"),

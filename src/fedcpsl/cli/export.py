@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
 
 def _export(parsed: argparse.Namespace) -> int:
     kind = _kind(parsed.format, parsed.out)
-    from fedcpsl.export.chosen import choose, read_kept
+    from fedcpsl.export.saved_run import choose, read_kept
     from fedcpsl.export.writing import check_target, export
 
     if parsed.out:

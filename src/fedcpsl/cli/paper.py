@@ -64,8 +64,8 @@ def _run(parsed: argparse.Namespace, studies: Sequence["Study"], dataset: str) -
     from rich.console import Console
 
     from fedcpsl.report.comparison import comparison_progress
-    from fedcpsl.report.matrices import cells_of
     from fedcpsl.report.study import print_study, write_study
+    from fedcpsl.report.study_tables import cells_of
     from fedcpsl.runs.comparison import run_folder
     from fedcpsl.runs.folder import is_finished
     from fedcpsl.runs.study import check_base, plan_of, run_plan

@@ -78,7 +78,7 @@ def _answered(parsed: argparse.Namespace) -> tuple[Any, Any, Any, Sequence[str |
         samples = read_samples(parsed.input, predictor.about)
         return predictor.about, samples, predictor.answer(samples.x), [None] * len(samples.x)
     from fedcpsl.export.by_device import answer_by_device
-    from fedcpsl.export.chosen import about_of, find_device
+    from fedcpsl.export.saved_run import about_of, find_device
 
     about = about_of(kept)
     samples = read_samples(parsed.input, about)
@@ -105,7 +105,7 @@ def _run_of_many(path: Path) -> Any:
     """What a run has kept, where it is one of several devices."""
     if not (path / "config.toml").is_file():
         return None
-    from fedcpsl.export.chosen import device_names, read_kept
+    from fedcpsl.export.saved_run import device_names, read_kept
 
     kept = read_kept(path)
     return kept if len(device_names(kept)) > 1 else None
@@ -124,7 +124,7 @@ def _predictor(parsed: argparse.Namespace) -> Any:
             raise InputError(f"--device {parsed.device}: {path} is the model of device {about.device}; leave it out")
         return predictor
     if (path / "config.toml").is_file() or (path / "comparison.json").is_file():
-        from fedcpsl.export.chosen import choose, read_kept
+        from fedcpsl.export.saved_run import choose, read_kept
 
         return choose(read_kept(path), parsed.device).predictor
     if not any(path.glob("*/job.toml")):
@@ -136,7 +136,7 @@ def _predictor(parsed: argparse.Namespace) -> Any:
 
 def _of_a_federation(folder: Path) -> Any:
     from fedcpsl.deployment.device_process import inputs_for, job_of, predictor
-    from fedcpsl.export.about import About, Predictor, shared_config
+    from fedcpsl.export.model_manifest import About, Predictor, shared_config
     from fedcpsl.federation.device import predict
 
     participant = predictor(folder)

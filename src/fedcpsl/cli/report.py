@@ -35,8 +35,8 @@ def add(commands: Any) -> None:
 
 
 def _report(parsed: argparse.Namespace) -> int:
-    from fedcpsl.report.story import read_story
-    from fedcpsl.report.target import check_target
+    from fedcpsl.report.loaded_runs import load_runs
+    from fedcpsl.report.output_path import check_target
 
     if parsed.table and parsed.format == "html":
         raise InputError("--table: a page has all of them; give it with --format md, latex or csv")
@@ -44,7 +44,7 @@ def _report(parsed: argparse.Namespace) -> int:
     if target:
         check_target(target, parsed.format)
     if parsed.alone or parsed.format != "html" or not _ended_comparison(parsed.runs, parsed.out):
-        read_story(parsed.runs)
+        load_runs(parsed.runs)
     if parsed.alone and not _train_alone(parsed.runs):
         return 130
     if parsed.format == "html":
@@ -74,8 +74,8 @@ def _ended_comparison(runs: Sequence[Path], out: Path | None) -> bool:
 
 def _write(runs: Sequence[Path], out: Path | None) -> Path:
     from fedcpsl.report.comparison import write_comparison
+    from fedcpsl.report.loaded_runs import runs_in
     from fedcpsl.report.page import write_page, write_report
-    from fedcpsl.report.story import runs_in
 
     if out or len(runs) > 1:
         return write_page(runs, out or Path("report.html"))
@@ -86,12 +86,12 @@ def _write(runs: Sequence[Path], out: Path | None) -> Path:
 
 
 def _tables(runs: Sequence[Path], form: str, name: str | None) -> str:
-    from fedcpsl.report import findings
+    from fedcpsl.report import summary_tables
     from fedcpsl.report.classes import class_tables
-    from fedcpsl.report.story import alone_for, read_story
+    from fedcpsl.report.loaded_runs import alone_for, load_runs
     from fedcpsl.report.tables import WRITERS, Table
 
-    story = read_story(runs)
+    story = load_runs(runs)
     wanted = [name] if name else ["summary"] if form == "csv" else ["summary", "reach", "devices"]
     tables: list[Table] = []
     for each in wanted:
@@ -99,15 +99,17 @@ def _tables(runs: Sequence[Path], form: str, name: str | None) -> str:
             finished = [(line, run) for line in story.lines for run in line.runs if run.devices]
             if not finished and name:
                 raise InputError(f"{runs[0]}: --table devices: no run is finished, so there is no table of devices")
-            found = [findings.devices(run, alone_for(run, story.references), line.name) for line, run in finished]
-            tables += found if form == "csv" else [findings.shortened(table) for table in found]
+            found = [summary_tables.devices(run, alone_for(run, story.references), line.name) for line, run in finished]
+            tables += found if form == "csv" else [summary_tables.shortened(table) for table in found]
         elif each == "classes":
             tables += class_tables(story)
             if not tables:
                 raise InputError(f"{runs[0]}: --table classes: no run is finished, so there is no table of classes")
         else:
             tables.append(
-                {"summary": findings.summary, "reach": findings.reach, "rounds": findings.rounds}[each](story)
+                {"summary": summary_tables.summary, "reach": summary_tables.reach, "rounds": summary_tables.rounds}[
+                    each
+                ](story)
             )
     if form == "csv" and len(tables) > 1:
         raise InputError("--format csv: give one run, so that it is one table")
@@ -117,17 +119,17 @@ def _tables(runs: Sequence[Path], form: str, name: str | None) -> str:
 def _train_alone(runs: Sequence[Path]) -> bool:
     from rich.console import Console
 
-    from fedcpsl.report.story import alone_for, read_story
+    from fedcpsl.report.loaded_runs import alone_for, load_runs
     from fedcpsl.report.terminal import progress
-    from fedcpsl.runs.alone import train_alone
+    from fedcpsl.runs.local_baseline import train_alone
 
     if place()[1] > 1:
         raise InputError("--alone: give the command without torchrun")
-    with_server = [run for run in read_story(runs).runs if not run.alone]
+    with_server = [run for run in load_runs(runs).runs if not run.alone]
     if not with_server:
         raise InputError(f"{runs[0]}: its devices train alone already; --alone is for runs with a server")
     for run in with_server:
-        if alone_for(run, read_story(runs).references) is None:
+        if alone_for(run, load_runs(runs).references) is None:
             work = run.config.work
             with progress(work.rounds + work.personal_rounds, 0, Console(stderr=True)) as watch:
                 if train_alone(run.folder, watch) is None:

@@ -119,9 +119,9 @@ def _dry_run(experiment: Any) -> int:
     from rich.console import Console
 
     from fedcpsl.config import to_toml
-    from fedcpsl.report.fitting import print_table
     from fedcpsl.report.split import in_memory, split_table
     from fedcpsl.report.terminal import planned_steps
+    from fedcpsl.report.terminal_width import print_table
 
     console = Console()
     print(to_toml(experiment.config))
@@ -130,7 +130,7 @@ def _dry_run(experiment: Any) -> int:
     setup = experiment.setup
     print(
         f"{setup.rounds} rounds of {setup.work.active} devices: {steps:,} local steps, at most {most:,} per device and "
-        f"round; {setup.method.network.initial.numel():,} parameters; {setup.executor} on {setup.shelf.where}\n"
+        f"round; {setup.method.network.initial.numel():,} parameters; {setup.executor} on {setup.device_data.where}\n"
         "nothing was run or written"
     )
     return 0

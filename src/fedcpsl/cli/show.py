@@ -21,8 +21,8 @@ def print_results(folders: Sequence[Path]) -> None:
     from rich.console import Console
 
     from fedcpsl.report.comparison import print_comparison
-    from fedcpsl.report.fitting import print_table, room
     from fedcpsl.report.terminal import results_table, sparkline
+    from fedcpsl.report.terminal_width import print_table, room
     from fedcpsl.report.verdict import of_run
     from fedcpsl.runs.comparison import is_comparison
     from fedcpsl.runs.folder import final_metrics, read_metrics

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedcpsl.vectors import Vector
+    from fedcpsl.recorded_runs import Vector
 
 
 def add(commands: Any) -> None:
@@ -21,8 +21,8 @@ def add(commands: Any) -> None:
 
 
 def _verify(parsed: argparse.Namespace) -> int:
+    from fedcpsl.recorded_runs import executors, read_vector
     from fedcpsl.runs.files import to_json
-    from fedcpsl.vectors import executors, read_vector
 
     vectors = {path: read_vector(path) for path in parsed.files}
     replays = []
@@ -41,7 +41,7 @@ def _verify(parsed: argparse.Namespace) -> int:
 
 def _replayed(path: Path, vector: "Vector", executor: str, device: str) -> dict[str, Any]:
     """How one vector came out on one executor: the largest error of every quantity, and the first beyond rounding."""
-    from fedcpsl.vectors import replay
+    from fedcpsl.recorded_runs import replay
 
     differences = list(replay(vector, executor, device))
     first = next((d for d in differences if d.error > 1), None)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcpsl.data.categorical import in_order
 from fedcpsl.data.roles import LABELLED, ROLES, TEST, UNLABELLED, Shares, draw_roles
 from fedcpsl.data.scaling import ROWS_AT_ONCE, Scaling, fit_scaling
-from fedcpsl.data.texts import in_order
 from fedcpsl.errors import InputError, printable
 from fedcpsl.schedule import Sizes
 

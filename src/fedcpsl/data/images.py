@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcpsl.data.categorical import natural
 from fedcpsl.data.federation import Source
-from fedcpsl.data.texts import natural
 from fedcpsl.errors import InputError
 from fedcpsl.progress import track
 

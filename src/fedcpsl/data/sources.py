@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedcpsl import config
-from fedcpsl.data.archive import read_archive
+from fedcpsl.data.datasets import NAMED
 from fedcpsl.data.federation import Federation, Source, array_source, federate
-from fedcpsl.data.named import NAMED
 from fedcpsl.data.notes import note_classes, note_inputs, note_roles
+from fedcpsl.data.npz import read_archive
 from fedcpsl.data.ondemand import OnDemand
 from fedcpsl.data.partition import by_classes, by_dirichlet, by_quantity, by_shards, iid
 from fedcpsl.data.roles import LABELLED, TEST, Shares

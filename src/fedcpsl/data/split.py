@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fedcpsl.data.archive import read_archive
 from fedcpsl.data.federation import Federation, Source, digest_of, with_roles
+from fedcpsl.data.npz import read_archive
 from fedcpsl.data.roles import ROLES
 from fedcpsl.errors import InputError
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcpsl.data.categorical import coded, encoded, merged
 from fedcpsl.data.notes import note
-from fedcpsl.data.texts import coded, encoded, merged
 from fedcpsl.errors import InputError
 from fedcpsl.progress import track
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcpsl.data.categorical import in_order, merged
 from fedcpsl.data.csv_files import batches_of, check_words, header_of, is_number, kind_of, not_a_number
 from fedcpsl.data.federation import Source
 from fedcpsl.data.notes import is_missing, note, note_classes, note_columns, note_inputs
 from fedcpsl.data.table_rows import Table, table_of
-from fedcpsl.data.texts import in_order, merged
 from fedcpsl.errors import InputError, did_you_mean
 
 TABLE_FILES = (".csv", ".tsv", ".parquet")

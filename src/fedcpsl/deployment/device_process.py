@@ -21,12 +21,12 @@ from fedcpsl.deployment.job import Job, fitted, message_bytes, read_job, server_
 from fedcpsl.deployment.wire import About, Packet, pack, unpack
 from fedcpsl.errors import InputError, RunError, printable
 from fedcpsl.federation.device import Participant, refusal, respond
-from fedcpsl.federation.holdings import held, no_holdings
+from fedcpsl.federation.local_data import held, no_holdings
 from fedcpsl.federation.messages import TRAIN, Message
 from fedcpsl.federation.privacy import strictest
 from fedcpsl.federation.protection import Protection
 from fedcpsl.runs.files import make_folder, write_whole
-from fedcpsl.simulation.shelf import normalise
+from fedcpsl.simulation.device_data import normalise
 
 LOG = logging.getLogger("fedcpsl")
 UNFIT = "its data does not fit the job, or its folder cannot be used; its own log says why"

@@ -21,13 +21,13 @@ from fedcpsl.federation.protection import Protection, check_protection
 from fedcpsl.federation.robustness import BY_COORDINATE, Limits, check_limits
 from fedcpsl.federation.server import Rules
 from fedcpsl.federation.terms import Terms, shapes_of, terms_from
+from fedcpsl.memo import cache_last_call
 from fedcpsl.models import choose_model, make_model
 from fedcpsl.network import Network
 from fedcpsl.schedule import stream
 from fedcpsl.settings import AUTO
 from fedcpsl.simulation.setup import choose_eta
 from fedcpsl.trees import bytes_of
-from fedcpsl.views import remembered
 
 OF_RULES: dict[str, type] = {
     "deadline": float,
@@ -119,7 +119,7 @@ def parameters_of(job: Job) -> int:
         return sum(p.numel() for p in _model_of(job).parameters())
 
 
-@remembered
+@cache_last_call
 def message_bytes(job: Job) -> tuple[int, int]:
     """The most that the tensors of an order and of an answer can take: what the algorithm sends each way."""
     shapes = shapes_of(server_terms(job))
@@ -185,7 +185,7 @@ def _scaling(own: dict[str, Any], shape: list[int], where: str) -> Scaling | Non
     return Scaling(shift, scale)
 
 
-@remembered
+@cache_last_call
 def server_terms(job: Job) -> Terms:
     """What both sides of the job agree on."""
     config = job.config

@@ -16,13 +16,13 @@ from fedcpsl.data.sources import load_source
 from fedcpsl.data.tables import column_names, is_table
 from fedcpsl.errors import InputError
 from fedcpsl.evaluation import Evaluation, evaluate
-from fedcpsl.export.chosen import Kept, on_this_machine, one_device
 from fedcpsl.export.graph import with_tensors
+from fedcpsl.export.saved_run import Kept, on_this_machine, one_device
 from fedcpsl.runs.files import sha256_of, to_json, write_whole
-from fedcpsl.runs.final import save_models, write_tables
 from fedcpsl.runs.folder import write_manifest
-from fedcpsl.runs.holdings import write_holdings
 from fedcpsl.runs.manifest import make_manifest
+from fedcpsl.runs.outputs import save_models, write_tables
+from fedcpsl.runs.split_summary import write_holdings
 from fedcpsl.simulation import Setup, State, prepare, simulate
 
 NORMAL = 1.959964  # standard deviations on either side of a 95 % interval
@@ -51,7 +51,7 @@ class Adapted(NamedTuple):
     @property
     def gain(self) -> tuple[float, float] | None:
         """The 95 % interval of what the personal model gains over the global one; None where nothing is held out."""
-        made, tests = self.evaluation.predictions, self.state.setup.shelf.test
+        made, tests = self.evaluation.predictions, self.state.setup.device_data.test
         if not self.held_out or made.general is None:
             return None
         ours, theirs = (log_h.argmax(-1) == tests.y for log_h in (made.personal, made.general))

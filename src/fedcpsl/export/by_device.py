@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from fedcpsl.algorithms import traits_of
 from fedcpsl.errors import InputError, did_you_mean, printable
-from fedcpsl.export.about import GLOBAL
-from fedcpsl.export.chosen import Kept, choose, device_names
+from fedcpsl.export.model_manifest import GLOBAL
+from fedcpsl.export.saved_run import Kept, choose, device_names
 
 NAMED = 5  # devices in a note
 

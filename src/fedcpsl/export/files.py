@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedcpsl.errors import InputError
-from fedcpsl.export.about import KEY, About, opened, sealed
+from fedcpsl.export.model_manifest import KEY, About, opened, sealed
 
 EXTRA_FILE = f"{KEY}.json"
 NOT_SEALED = (f"extra/{EXTRA_FILE}", ".data/serialization_id")  # the manifest itself, and a number that follows

@@ -12,9 +12,9 @@ from fedcpsl.algorithm import optional
 from fedcpsl.config import Config, with_settings
 from fedcpsl.errors import InputError
 from fedcpsl.export import SUFFIXES
-from fedcpsl.export.about import About, Answer, Predictor
 from fedcpsl.export.files import Weights, read_onnx, read_safetensors, read_torch
 from fedcpsl.export.graph import EXTRA, PersonalModel, Predict, predict_of, with_tensors
+from fedcpsl.export.model_manifest import About, Answer, Predictor
 from fedcpsl.methods import resolved
 from fedcpsl.models import make_model
 from fedcpsl.network import Network

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcpsl.data.archive import read_archive
 from fedcpsl.data.images import IMAGE_FILES, UNLABELLED_FOLDERS, read_images
+from fedcpsl.data.npz import read_archive
 from fedcpsl.data.tables import is_table, read_rows
 from fedcpsl.errors import InputError
-from fedcpsl.export.about import About
+from fedcpsl.export.model_manifest import About
 
 UNKNOWN = -1
 KINDS = ".npy, .npz, .csv, .tsv, .parquet, an image or a folder of images"

@@ -9,11 +9,11 @@ import torch
 from numpy.typing import NDArray
 
 from fedcpsl.errors import InputError, RunError
-from fedcpsl.export.about import About, Answer
-from fedcpsl.export.chosen import Chosen
 from fedcpsl.export.files import onnx_file, read_safetensors, read_torch, safetensors_file, torch_file
 from fedcpsl.export.graph import onnx_of, program_of
+from fedcpsl.export.model_manifest import About, Answer
 from fedcpsl.export.reading import module_of, onnx_answer, torch_answer
+from fedcpsl.export.saved_run import Chosen
 from fedcpsl.runs.files import write_whole
 
 TOLERANCE = 1e-5  # in the probabilities

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedcpsl.errors import InputError, RunError, printable
 from fedcpsl.federation.device_store import Kept, Pending, load_kept, opened, restarted, save_kept, settle
-from fedcpsl.federation.holdings import Holdings
+from fedcpsl.federation.local_data import Holdings
 from fedcpsl.federation.local_round import Clock, first_labels, log_predictions, train
 from fedcpsl.federation.messages import (
     HELLO,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedcpsl.device_round import device_round, is_relabelled, relabelled
 from fedcpsl.errors import RunError
-from fedcpsl.federation.holdings import Holdings, draw_task, minibatches
+from fedcpsl.federation.local_data import Holdings, draw_task, minibatches
 from fedcpsl.federation.messages import Order
 from fedcpsl.federation.terms import Terms
 from fedcpsl.trees import Tree, leaves, map_tensors

@@ -9,13 +9,13 @@ import torch
 
 from fedcpsl.algorithm import Algorithm, Method, optional
 from fedcpsl.errors import InputError
+from fedcpsl.memo import cache_last_call
 from fedcpsl.methods import numbers_of, resolved, unknown_sizes
 from fedcpsl.network import Network
 from fedcpsl.schedule import Work, work_of
 from fedcpsl.settings import Work as WorkSettings
 from fedcpsl.simulation import Setup
 from fedcpsl.trees import Tree, map_tensors
-from fedcpsl.views import remembered
 
 
 class Terms(NamedTuple):
@@ -50,7 +50,7 @@ class Shapes(NamedTuple):
     upload: Tree
 
 
-@remembered
+@cache_last_call
 def shapes_of(terms: Terms) -> Shapes:
     """By the algorithm's own functions, at the network's first parameters."""
     algorithm, method = terms.algorithm, terms.method

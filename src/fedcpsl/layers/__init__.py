@@ -9,9 +9,8 @@ layer without parameters sees everything as one long batch; anything else goes t
 gradient back before it adds to its totals, so that these may be the parameters themselves.
 """
 
-from fedcpsl.layers.passes import Bound, backward, bind, forward
-from fedcpsl.layers.products import PRECISIONS, Arithmetic
-from fedcpsl.layers.walk import (
+from fedcpsl.layers.forward_backward import Bound, backward, bind, forward
+from fedcpsl.layers.layer_kinds import (
     Layer,
     differentiated_by_hand,
     is_convolution,
@@ -23,6 +22,7 @@ from fedcpsl.layers.walk import (
     walk,
     whole,
 )
+from fedcpsl.layers.precision import PRECISIONS, Arithmetic
 
 __all__ = [
     "PRECISIONS",

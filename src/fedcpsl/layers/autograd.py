@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from fedcpsl.dropout import KeyedDropout
-from fedcpsl.layers.walk import Layer, Pull, is_parameter_free
+from fedcpsl.layers.layer_kinds import Layer, Pull, is_parameter_free
 
 
 def other(

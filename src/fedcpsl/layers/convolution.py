@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fedcpsl.layers.aten_convolution import by_library
+from fedcpsl.layers.elementwise import pooling
 from fedcpsl.layers.geometry import (
     Geometry,
     add_up_patches,
@@ -15,12 +17,10 @@ from fedcpsl.layers.geometry import (
     patches,
     rectify_gradient,
 )
-from fedcpsl.layers.library import by_library
+from fedcpsl.layers.layer_kinds import Layer, Pull
 from fedcpsl.layers.linear import Totals, linear, matrices_of, totals_of
-from fedcpsl.layers.own import own_kernels, own_products
-from fedcpsl.layers.products import Arithmetic, factor
-from fedcpsl.layers.simple import pooling
-from fedcpsl.layers.walk import Layer, Pull
+from fedcpsl.layers.precision import Arithmetic, factor
+from fedcpsl.layers.triton_available import own_kernels, own_products
 
 PATCHES_AT_ONCE = 1 << 26  # numbers in one copy, where nothing needs the copy later
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fedcpsl.layers.layer_kinds import Pull
 from fedcpsl.layers.linear import Matrices, Totals
-from fedcpsl.layers.walk import Pull
 
 LARGE = 1 << 13  # outputs of a slot's first layer from which on more matmuls cost less than a copy of the inputs
 

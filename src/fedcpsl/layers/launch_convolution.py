@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fedcpsl.layers import kernels, pooled_kernels
 from fedcpsl.layers.geometry import Geometry, Pair, channels_first, channels_last
-from fedcpsl.layers.products import Arithmetic
-from fedcpsl.layers.walk import Layer, Pull
+from fedcpsl.layers.layer_kinds import Layer, Pull
+from fedcpsl.layers.precision import Arithmetic
 
 TILE = (128, 64, 32, 8, 3)  # a convolution's program: rows, most outputs, most inputs at a time; warps, stages
 WEIGHT_TILES = {  # a weight gradient's, by its products: rows at a time, most outputs, most inputs; warps, stages

@@ -11,7 +11,7 @@ from fedcpsl.dropout import KeyedDropout
 from fedcpsl.layers import kernels, small_kernels
 from fedcpsl.layers.geometry import Geometry, Pair, channels_first
 from fedcpsl.layers.launch_convolution import block, forwards
-from fedcpsl.layers.walk import Layer, Pull
+from fedcpsl.layers.layer_kinds import Layer, Pull
 
 
 def patches(grid: Tensor, geometry: Geometry) -> Tensor:

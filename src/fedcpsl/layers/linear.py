@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedcpsl.layers.own import own_products
-from fedcpsl.layers.products import Arithmetic, add_outer, factor, product
-from fedcpsl.layers.walk import Named, Pull
+from fedcpsl.layers.layer_kinds import Named, Pull
+from fedcpsl.layers.precision import Arithmetic, add_outer, factor, product
+from fedcpsl.layers.triton_available import own_products
 
 MANY_ROWS = 1024  # from here on a GPU sums rows faster than it multiplies them by ones
 

@@ -4,7 +4,7 @@ from html import escape
 
 import numpy as np
 
-from fedcpsl.report.story import Story
+from fedcpsl.report.loaded_runs import RunSet
 from fedcpsl.report.tables import Column, Table, percent, plain, to_html
 from fedcpsl.runs.confusion import Confusion, Counts, class_metrics
 
@@ -12,7 +12,7 @@ MOST_RUNS = 12  # whose classes are listed
 MOST_CLASSES = 30  # of a map
 
 
-def class_section(story: Story) -> str:
+def class_section(story: RunSet) -> str:
     """The first run of every line; nothing where none was counted."""
     ended = [(line.name, next((run for run in line.runs if run.finished), None)) for line in story.lines]
     known = [(name, run, run.confusion) for name, run in ended[:MOST_RUNS] if run]
@@ -27,7 +27,7 @@ def class_section(story: Story) -> str:
     return f"<h2>Accuracy per class</h2>{''.join(parts)}"
 
 
-def class_tables(story: Story) -> list[Table]:
+def class_tables(story: RunSet) -> list[Table]:
     """Of every finished run, a row for each class that is tested."""
     known = [(line.name, run, run.confusion) for line in story.lines for run in line.runs if run.finished]
     return [_table(found, f"{name}, seed {run.seed}") for name, run, found in known if found and found.counts]

@@ -16,9 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from fedcpsl.report.fitting import if_it_fits, print_table, room, that_fit
 from fedcpsl.report.tables import size
 from fedcpsl.report.terminal import percent
+from fedcpsl.report.terminal_width import if_it_fits, print_table, room, that_fit
 from fedcpsl.report.verdict import as_sentence, judged, of_comparison
 from fedcpsl.runs.comparison import SUMMARISED, read_plan, run_folder, summarise
 from fedcpsl.runs.files import to_json, write_whole
@@ -27,9 +27,9 @@ from fedcpsl.runs.folder import read_metrics
 UNEQUAL = 1.05  # times the fewest steps
 
 if TYPE_CHECKING:  # these import PyTorch, and showing a comparison needs none
-    from fedcpsl.report.story import Story
-    from fedcpsl.runs.companies import Announce, Planned
-    from fedcpsl.runs.diary import Watch
+    from fedcpsl.report.loaded_runs import RunSet
+    from fedcpsl.runs.metrics_writer import Watch
+    from fedcpsl.runs.run_groups import Announce, Planned
 
 
 @contextmanager
@@ -192,8 +192,8 @@ def _reached(reach: Mapping[str, Any], seeds: int) -> str:
 
 def write_comparison(folder: Path) -> Path:
     """results.csv, summary.json, a picture and a page into a finished comparison's folder."""
+    from fedcpsl.report.figures import curves_of_cases, heat_maps
     from fedcpsl.report.page import page_of
-    from fedcpsl.report.plots import curves_of_cases, heat_maps
 
     plan, summary = read_plan(folder), summarise(folder)
     pictures = {"accuracy": curves_of_cases(_curves(folder))}
@@ -213,11 +213,11 @@ def _title(summary: Mapping[str, Any]) -> str:
     return headline(summary) if summary["kind"] == "sweep" else ""
 
 
-def _story(folder: Path) -> "Story":
+def _story(folder: Path) -> "RunSet":
     """The runs of a finished comparison, by the names that its plan gives them."""
-    from fedcpsl.report.story import Line, try_story
+    from fedcpsl.report.loaded_runs import Line, try_load_runs
 
-    story, plan = try_story([folder]), read_plan(folder)
+    story, plan = try_load_runs([folder]), read_plan(folder)
     by_folder = {run.folder: run for run in story.runs}
     lines = [
         Line(case.name, [by_folder[f] for seed in plan.seeds if (f := run_folder(folder, case, seed)) in by_folder])

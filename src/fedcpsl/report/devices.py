@@ -4,15 +4,15 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from fedcpsl.report.findings import best_and_worst, device_records
-from fedcpsl.report.story import Story, Told, alone_for
+from fedcpsl.report.loaded_runs import LoadedRun, RunSet, alone_for
+from fedcpsl.report.summary_tables import best_and_worst, device_records
 from fedcpsl.report.tables import percent, plain, points
 
 MOST_RUNS = 12  # whose devices are listed
 FEWER = 24  # devices of each, where there are several runs
 
 
-def device_section(story: Story) -> str:
+def device_section(story: RunSet) -> str:
     """The first run of every line, one after another; where a server helped nobody, that is seen too."""
     ended = [(line, next((run for run in line.runs if run.finished), None)) for line in story.lines]
     shown = [(line.name, run) for line, run in ended if run and run.devices]
@@ -36,7 +36,7 @@ def _section(body: str) -> str:
     return f"<h2>Accuracy per device</h2>{body}"
 
 
-def _how_to_get_it(runs: Sequence[Told], *, single: bool) -> str:
+def _how_to_get_it(runs: Sequence[LoadedRun], *, single: bool) -> str:
     command = f"fedcpsl report {runs[0].folder} --alone"
     other = "" if single else " In a comparison, have <code>local</code> among the algorithms."
     return (
@@ -46,7 +46,7 @@ def _how_to_get_it(runs: Sequence[Told], *, single: bool) -> str:
     )
 
 
-def _run(run: Told, alone: Told | None, *, few: bool) -> str:
+def _run(run: LoadedRun, alone: LoadedRun | None, *, few: bool) -> str:
     records = device_records(run, alone)
     if not records:
         return '<p class="say">No device has a test set.</p>'

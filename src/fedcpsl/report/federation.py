@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedcpsl.report.fitting import print_table
+from fedcpsl.report.terminal_width import print_table
 
 
 def print_status(status: Mapping[str, Any]) -> None:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 from fedcpsl.errors import InputError, RunError
+from fedcpsl.report.loaded_runs import runs_in, try_load_runs
 from fedcpsl.report.page import content_security_policy, html_page, told_of
 from fedcpsl.report.sections import Parts, all_charts, parts_of, title_of
-from fedcpsl.report.story import runs_in, try_story
 from fedcpsl.report.tables import embedded
 
 HOST = "127.0.0.1"
@@ -40,7 +40,7 @@ def teller(paths: Sequence[Path]) -> Callable[[], News]:
         with lock:
             version = version_of(paths)
             if not known or known[0].version != version:
-                story = try_story(paths)
+                story = try_load_runs(paths)
                 drawn = all_charts(story)
                 told = told_of(story, drawn, live=True, version=version)
                 parts = dict.fromkeys(("head", "cards", *EMPTY), "") | parts_of(story, drawn)

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import fedcpsl
-from fedcpsl.report.charts import Chart
-from fedcpsl.report.plots import accuracy_by_round, accuracy_per_device
+from fedcpsl.report.chart_series import Chart
+from fedcpsl.report.figures import accuracy_by_round, accuracy_per_device
+from fedcpsl.report.loaded_runs import RunSet, load_runs
+from fedcpsl.report.output_path import GENERATOR, check_target
 from fedcpsl.report.sections import Parts, all_charts, parts_of, state_of, title_of
-from fedcpsl.report.story import Story, read_story
 from fedcpsl.report.tables import embedded
-from fedcpsl.report.target import GENERATOR, check_target
 from fedcpsl.runs.files import write_whole
 
 
 def write_report(folder: Path) -> Path:
     """Write plots/*.svg and report.html into a run's folder."""
-    story = read_story([folder])
+    story = load_runs([folder])
     (run,) = story.runs
     pictures = {"accuracy": accuracy_by_round(run.metrics)}
     if run.devices:
@@ -36,17 +36,17 @@ def write_report(folder: Path) -> Path:
 def write_page(paths: Sequence[Path], out: Path) -> Path:
     """One page about several runs, comparisons or studies; a file that is no report of ours is never replaced."""
     check_target(out, "html")
-    write_whole(out, page_of(read_story(paths)))
+    write_whole(out, page_of(load_runs(paths)))
     return out
 
 
-def page_of(story: Story, title: str = "", summary: str | None = None) -> str:
+def page_of(story: RunSet, title: str = "", summary: str | None = None) -> str:
     """The page of a story; `summary` is a table of its own kind in place of the usual one."""
     drawn = all_charts(story)
     return html_page(title or title_of(story), parts_of(story, drawn, title, summary), told_of(story, drawn))
 
 
-def told_of(story: Story, drawn: Mapping[str, Chart], **more: Any) -> dict[str, Any]:
+def told_of(story: RunSet, drawn: Mapping[str, Chart], **more: Any) -> dict[str, Any]:
     """What the page's script draws from."""
     return {"charts": dict(drawn), "state": state_of(story), "over": story.over, **more}
 

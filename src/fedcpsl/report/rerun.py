@@ -4,12 +4,12 @@ import shlex
 from html import escape
 
 from fedcpsl.config import to_toml
-from fedcpsl.report.story import Line, Story, Told
+from fedcpsl.report.loaded_runs import Line, LoadedRun, RunSet
 
 MOST_CONFIGS = 12
 
 
-def rerun_section(story: Story) -> str:
+def rerun_section(story: RunSet) -> str:
     """The command that was given, every setting, and the machine."""
     commands = dict.fromkeys(shlex.join(run.manifest["command"]) for run in story.runs)
     given = "".join(f"<pre>{escape(command)}</pre>" for command in list(commands)[:5])
@@ -23,7 +23,7 @@ def rerun_section(story: Story) -> str:
     )
 
 
-def _run_again(story: Story) -> str:
+def _run_again(story: RunSet) -> str:
     """The way by the settings; those of a run alone make it again."""
     if all(run.adapted_from for run in story.runs):
         return ""
@@ -34,7 +34,7 @@ def _run_again(story: Story) -> str:
     )
 
 
-def _adapt_again(story: Story) -> str:
+def _adapt_again(story: RunSet) -> str:
     """The commands for what was adapted from a run, whose settings would make something else."""
     commands = [_adapt(run) for run in story.runs if run.adapted_from]
     if not commands:
@@ -43,7 +43,7 @@ def _adapt_again(story: Story) -> str:
     return f'<p class="say">From the folder of the run that it was adapted from, wherever that lies now</p>{given}'
 
 
-def _adapt(run: Told) -> str:
+def _adapt(run: LoadedRun) -> str:
     data, names = run.config.data, [device["name"] for device in run.devices[:1]]
     label = ["--label", data.label] if data.label else []
     name = [word for each in names for word in ("--name", each)]
@@ -59,7 +59,7 @@ def _config(line: Line, *, is_open: bool) -> str:
     return f"<details{opened}><summary>{title}</summary><pre>{escape(to_toml(run.config))}</pre></details>"
 
 
-def _made_with(story: Story) -> str:
+def _made_with(story: RunSet) -> str:
     manifest = story.runs[0].manifest
     facts = {key: value for key, value in manifest.items() if key not in ("command", "resumed")}
     facts["resumed"] = f"{len(manifest.get('resumed', []))} times"

@@ -4,35 +4,35 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from fedcpsl.report import charts, findings
-from fedcpsl.report.charts import Chart
+from fedcpsl.report import chart_series, summary_tables
+from fedcpsl.report.chart_series import Chart
 from fedcpsl.report.classes import class_section
 from fedcpsl.report.devices import device_section
-from fedcpsl.report.drawing import figure, heat_map
-from fedcpsl.report.lead import sentence
+from fedcpsl.report.headline import sentence
+from fedcpsl.report.loaded_runs import Line, RunSet
 from fedcpsl.report.rerun import rerun_section
-from fedcpsl.report.story import Line, Story
+from fedcpsl.report.svg import figure, heat_map
 from fedcpsl.report.tables import Column, Table, percent, points, seconds, size, to_html
 from fedcpsl.report.verdict import as_sentence, verdicts
-from fedcpsl.runs.holdings import Holdings, filled, read_holdings
+from fedcpsl.runs.split_summary import Holdings, filled, read_holdings
 
 MOST_SPLITS, MOST_CELLS = 4, 6_000  # of the maps of a page: keeps it small
 MOST_FAILED = 5
 Parts = dict[str, str]
 
 
-def all_charts(story: Story) -> dict[str, Chart]:
+def all_charts(story: RunSet) -> dict[str, Chart]:
     """The charts of a page, by id."""
-    kinds: Sequence[Callable[[Story], list[Chart]]] = (
-        charts.accuracy_charts,
-        charts.label_charts,
-        charts.uplink_charts,
-        charts.gap_charts,
+    kinds: Sequence[Callable[[RunSet], list[Chart]]] = (
+        chart_series.accuracy_charts,
+        chart_series.label_charts,
+        chart_series.uplink_charts,
+        chart_series.gap_charts,
     )
     return {chart["id"]: chart for kind in kinds for chart in kind(story)}
 
 
-def parts_of(story: Story, drawn: Mapping[str, Chart], title: str = "", summary: str | None = None) -> Parts:
+def parts_of(story: RunSet, drawn: Mapping[str, Chart], title: str = "", summary: str | None = None) -> Parts:
     """Every section; an empty one where a story has nothing of its kind. `summary` takes the place of the table."""
     if not story.lines:
         return {"head": _head(story, title), "cards": _nothing(story), "summary": summary or ""}
@@ -51,7 +51,7 @@ def parts_of(story: Story, drawn: Mapping[str, Chart], title: str = "", summary:
     }
 
 
-def title_of(story: Story) -> str:
+def title_of(story: RunSet) -> str:
     if not story.lines:
         return _all_failed(story) if story.over else "waiting for the first round"
     sets = list(dict.fromkeys(run.config.data.title for run in story.runs))
@@ -60,7 +60,7 @@ def title_of(story: Story) -> str:
     return f"{what} on {', '.join(sets[:3])}{' and more' * (len(sets) > 3)}"
 
 
-def state_of(story: Story) -> str:
+def state_of(story: RunSet) -> str:
     """How far the runs are, in words."""
     unfinished = [run for run in story.runs if not run.finished]
     if story.over:
@@ -71,11 +71,11 @@ def state_of(story: Story) -> str:
     return f"{len(story.runs) - len(unfinished)} of {len(story.runs) + story.waiting} runs finished"
 
 
-def _all_failed(story: Story) -> str:
+def _all_failed(story: RunSet) -> str:
     return "the run failed" if len(story.failed) == 1 else f"all {len(story.failed)} runs failed"
 
 
-def _head(story: Story, title: str) -> str:
+def _head(story: RunSet, title: str) -> str:
     name, _, on = (title or title_of(story)).partition(" on ")
     heading = f"<h1>{escape(name)}{f' <span>on {escape(on)}</span>' if on else ''}</h1>"
     lead = f'<p class="lead">{escape(sentence(story))}</p>' if story.lines else ""
@@ -89,7 +89,7 @@ def _head(story: Story, title: str) -> str:
     return heading + lead + notes
 
 
-def _nothing(story: Story) -> str:
+def _nothing(story: RunSet) -> str:
     waits = "No round is finished yet. This page fills by itself while the run goes on."
     says = f"There is nothing to show: {_all_failed(story)}." if story.over else waits
     return f'<div class="waits"><p>{says}</p></div>'
@@ -100,15 +100,15 @@ def _card(label: str, value: str, note: str = "") -> str:
     return f'<div class="card"><b>{escape(value)}{small}</b><span>{escape(label)}</span></div>'
 
 
-def _cards(story: Story) -> str:
+def _cards(story: RunSet) -> str:
     cards = _cards_of_one(story) if len(story.lines) == 1 else _cards_of_many(story)
     columns = len(cards) if len(cards) <= 5 else -(-len(cards) // 2)
     return f'<div class="cards" style="--n:{columns}">{"".join(_card(*card) for card in cards)}</div>'
 
 
-def _cards_of_one(story: Story) -> list[tuple[str, ...]]:
+def _cards_of_one(story: RunSet) -> list[tuple[str, ...]]:
     (line,) = story.lines
-    (record,) = findings.summary(story).records
+    (record,) = summary_tables.summary(story).records
     shares = [
         ("personal accuracy", record["personal"]),
         ("worst tenth of devices", record["worst_tenth"]),
@@ -137,8 +137,8 @@ def _mean_and_half(value: Mapping[str, float | None]) -> tuple[str, str]:
     return f"{mean} %", f"± {half}" if half else ""
 
 
-def _cards_of_many(story: Story) -> list[tuple[str, ...]]:
-    records = findings.summary(story).records
+def _cards_of_many(story: RunSet) -> list[tuple[str, ...]]:
+    records = summary_tables.summary(story).records
     tested = [r for r in records if r["personal"] and r["personal"]["mean"] is not None]
     if not tested:
         return [("runs", str(len(story.runs)))]
@@ -158,14 +158,14 @@ def _cards_of_many(story: Story) -> list[tuple[str, ...]]:
     return [*cards, ("runs", str(len(story.runs))), ("time of all", seconds(spent))]
 
 
-def _summary(story: Story) -> str:
+def _summary(story: RunSet) -> str:
     if len(story.lines) == 1 and len(story.runs) == 1:
         return ""
-    table = findings.summary(story)
+    table = summary_tables.summary(story)
     return f'<h2>Results</h2><p class="say">{escape(table.caption)}</p>{to_html(table)}'
 
 
-def _accuracy(story: Story, drawn: Mapping[str, Chart]) -> str:
+def _accuracy(story: RunSet, drawn: Mapping[str, Chart]) -> str:
     shown = [chart for name, chart in drawn.items() if name.startswith("accuracy")]
     if not shown:
         return '<h2>Accuracy by round</h2><p class="say">No device has a test set, so there is no accuracy to show.</p>'
@@ -180,7 +180,7 @@ def _accuracy(story: Story, drawn: Mapping[str, Chart]) -> str:
     return f'<h2>Accuracy by round</h2><p class="say">{escape(says)}</p>{figure(first, heading=bool(rest))}{rest}'
 
 
-def _splits(story: Story) -> str:
+def _splits(story: RunSet) -> str:
     """A map for every split of the runs, the first ones of many."""
     by_split: dict[str, list[tuple[Line, Any]]] = {}
     for line in story.lines:
@@ -232,18 +232,18 @@ def _labels(drawn: Mapping[str, Chart]) -> str:
     return f'<h2>Pseudo-labels</h2><p class="say">{says}</p>{old}{body}'
 
 
-def _cost(story: Story, drawn: Mapping[str, Chart]) -> str:
-    table = findings.reach(story)
+def _cost(story: RunSet, drawn: Mapping[str, Chart]) -> str:
+    table = summary_tables.reach(story)
     body = _reach_html(story, table) if table.records else f'<p class="say">{escape(table.empty)}</p>'
     figures = figure(drawn["uplink"]) if "uplink" in drawn else ""
     return f'<h2>What it took</h2><p class="say">{escape(table.caption)}</p>{body}{figures}'
 
 
-def _reach_html(story: Story, table: Table) -> str:
+def _reach_html(story: RunSet, table: Table) -> str:
     """One line as it is; of several lines a row each, an accuracy a column."""
     if len(story.lines) == 1:
         return to_html(table._replace(columns=table.columns[1:]))
-    targets = findings.targets_of(story)
+    targets = summary_tables.targets_of(story)
     records: dict[str, dict[str, Any]] = {line.name: {"name": line.name} for line in story.lines}
     for r in table.records:
         records[r["name"]][f"{r['accuracy']:g}"] = r

@@ -15,11 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from fedcpsl.report.comparison import curve_of
-from fedcpsl.report.fitting import print_table
-from fedcpsl.report.matrices import Cell, Matrix, cells_of, judged, matrices, mean_gaps
+from fedcpsl.report.figures import maps, panels_of_curves, rate, trend
+from fedcpsl.report.loaded_runs import Line, RunSet, try_load_runs
 from fedcpsl.report.page import inline_svg, page_of
-from fedcpsl.report.plots import maps, panels_of_curves, rate, trend
-from fedcpsl.report.story import Line, Story, try_story
+from fedcpsl.report.study_tables import Cell, Matrix, cells_of, judged, matrices, mean_gaps
+from fedcpsl.report.terminal_width import print_table
 from fedcpsl.runs.comparison import interval
 from fedcpsl.runs.files import write_whole
 from fedcpsl.runs.folder import read_manifest, read_metrics, read_run_config
@@ -198,9 +198,9 @@ def _page(
     return page_of(_story(cells), f"{study.title} on {dataset}", results)
 
 
-def _story(cells: Sequence[Cell]) -> Story:
+def _story(cells: Sequence[Cell]) -> RunSet:
     """The runs of a study by row and panel; what two of its places share is told once."""
-    found = try_story([folder for cell in cells for folder in cell.folders])
+    found = try_load_runs([folder for cell in cells for folder in cell.folders])
     by_folder = {run.folder: run for run in found.runs}
     lines: dict[tuple[Path, ...], Line] = {}
     for cell in cells:

@@ -19,12 +19,12 @@ from rich.table import Table
 from rich.text import Text
 
 from fedcpsl.report import tables
-from fedcpsl.report.fitting import FOR_BARS, that_fit
+from fedcpsl.report.terminal_width import FOR_BARS, that_fit
 from fedcpsl.schedule import draw_active, draw_steps
 
 if TYPE_CHECKING:  # these import PyTorch, and showing a run needs none
-    from fedcpsl.runs.diary import Watch
     from fedcpsl.runs.experiment import Experiment
+    from fedcpsl.runs.metrics_writer import Watch
 
 size = tables.size
 MODELS = ("personal", "global", "localized")

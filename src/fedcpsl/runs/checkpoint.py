@@ -80,18 +80,18 @@ def drop_checkpoints(folder: Path) -> None:
 def load_checkpoint(path: Path, setup: Setup) -> State:
     """The state that `save_checkpoint` wrote, on the setup's device."""
     tensors, numbers = load_tensors(path)
-    where = setup.shelf.where
+    where = setup.device_data.where
     try:
         devices, sparse = _devices(tensors, setup)
         on_demand = setup.supply is not None
         if on_demand:
-            setup.shelf.hidden.zero_()  # nobody's samples are there
+            setup.device_data.hidden.zero_()  # nobody's samples are there
         return State(
             setup=setup,
             round=numbers["round"],
             server=_tree(tensors, "server", setup.first_server(), where),
             devices=devices,
-            targets=setup.shelf.one_hot.clone() if on_demand else tensors["targets"].to(where),
+            targets=setup.device_data.one_hot.clone() if on_demand else tensors["targets"].to(where),
             sparse=sparse,
             active_rounds=tensors["active_rounds"].numpy(),
             steps=numbers["steps"],
@@ -113,13 +113,13 @@ def _tree(tensors: Mapping[str, Tensor], prefix: str, like: Tree, where: torch.d
 def _devices(tensors: Mapping[str, Tensor], setup: Setup) -> tuple[Tree, Sparse | None]:
     """The device states of a checkpoint, where they live."""
     one = setup.first_device(setup.first_server())
-    rows, where = _tree(tensors, "devices", one), setup.shelf.where
+    rows, where = _tree(tensors, "devices", one), setup.device_data.where
     if not setup.sparse:
         return map_tensors(lambda t: t.to(where), rows), None
     joined = {int(name.split(".")[1]) for name in tensors if name.startswith("start.")}
     starts = {r: _tree(tensors, f"start.{r}", one, where) for r in joined}
     devices, sparse = sparse_states(
-        starts[0], setup.devices, setup.nu_shape, setup.store, setup.store_folder, setup.shelf.one_hot
+        starts[0], setup.devices, setup.nu_shape, setup.store, setup.store_folder, setup.device_data.one_hot
     )
     index = tensors["there"]
     all_kept, had = (*leaves(devices), sparse.nu), (*leaves(rows), tensors["nu"])

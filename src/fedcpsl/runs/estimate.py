@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from fedcpsl.captured_evaluation import examiner
 from fedcpsl.config import Config
-from fedcpsl.examination import examiner
 from fedcpsl.runs.checkpoint import KEPT
 from fedcpsl.runs.experiment import Experiment, build
 from fedcpsl.schedule import draw_active, draw_steps
@@ -170,7 +170,7 @@ def tried(setup: Setup, steps: int, seconds: float, *, gaps: bool | None) -> tup
             before = time.perf_counter()
             if state.round > 2 and before - began > seconds:
                 break
-        used = peak_bytes(), accelerator_bytes(setup.shelf.where)
+        used = peak_bytes(), accelerator_bytes(setup.device_data.where)
     first, *later = evaluations or [0.0, 0.0]
     return Timed(rounds[0], rounds[1:], first, later), used
 
@@ -180,8 +180,8 @@ def _settled(states: Iterator[State]) -> Generator[State]:
     for state in states:
         if state.targets.is_cuda:
             torch.cuda.synchronize(state.targets.device)
-        if state.doubt:
-            state.doubt.settle(0)
+        if state.finite_check:
+            state.finite_check.settle(0)
         yield state
 
 
@@ -214,7 +214,7 @@ def folder_bytes(experiment: Experiment) -> int:
     """What the run's folder takes at its largest: checkpoints, models, and states that live on disk."""
     setup, parameters = experiment.setup, experiment.setup.method.network.initial
     share = _ever_active(setup) if setup.sparse else 1.0
-    labels = 0 if setup.supply is not None else setup.shelf.one_hot.numel() * parameters.element_size()
+    labels = 0 if setup.supply is not None else setup.device_data.one_hot.numel() * parameters.element_size()
     checkpoint = share * setup.state_bytes + labels + 2 * parameters.numel() * parameters.element_size()
     personal = setup.devices * share if setup.kept_method.traits.personal else 0
     models = (1 + personal) * parameters.numel() * parameters.element_size()
@@ -227,7 +227,7 @@ def lacks(setup: Setup, found: Estimate, own: int) -> Iterator[str]:
     free = free_bytes(torch.device("cpu")) + own
     if found.host_bytes.likely > free:
         yield f"host memory: {_gb(found.host_bytes.likely)} needed, {_gb(free)} free; use --store disk or --devices"
-    where = setup.shelf.where
+    where = setup.device_data.where
     if found.accelerator_bytes and where.type == "cuda":
         free = free_bytes(where) + torch.cuda.memory_reserved(where)
         if found.accelerator_bytes.likely > free + CONTEXT:

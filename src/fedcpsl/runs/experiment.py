@@ -21,19 +21,19 @@ from fedcpsl.evaluation import evaluate
 from fedcpsl.models import choose_model, make_model
 from fedcpsl.runs import folder as files
 from fedcpsl.runs.checkpoint import checkpoints, drop_checkpoints, load_checkpoint, numbers_of, save_checkpoint
-from fedcpsl.runs.diary import Diary, Watch
-from fedcpsl.runs.final import save_models, write_tables
-from fedcpsl.runs.holdings import write_holdings
-from fedcpsl.runs.leader import begin, go_on
 from fedcpsl.runs.manifest import environment, make_manifest, now
+from fedcpsl.runs.metrics_writer import MetricsWriter, Watch
+from fedcpsl.runs.outputs import save_models, write_tables
+from fedcpsl.runs.rank0 import begin, go_on
+from fedcpsl.runs.split_summary import write_holdings
 from fedcpsl.schedule import stream
 from fedcpsl.settings import AUTO, Run
 from fedcpsl.simulation import Setup, State, prepare, simulate_together
 from fedcpsl.simulation.memory import slots_that_fit
+from fedcpsl.simulation.on_demand_data import choose_tested_count
 from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.rounds import settle
 from fedcpsl.simulation.setup import choose_eta
-from fedcpsl.simulation.stock import choose_tested_count
 from fedcpsl.simulation.timing import Layout, fastest, laid_out
 from fedcpsl.theory import applies
 
@@ -88,7 +88,9 @@ def build(config: Config, source: Source | None = None, beside: Sequence[Experim
     if config.run.gaps and setup.supply is not None:
         raise InputError("run.gaps = true: gaps need the samples of all devices at a time; give false for these")
     algorithm = setup.algorithm.decided(config.algorithm, setup.kept_method, eta)
-    where = setup.shelf.where.type if world()[1] > 1 else str(setup.shelf.where)  # ranks choose their own GPUs
+    where = (
+        setup.device_data.where.type if world()[1] > 1 else str(setup.device_data.where)
+    )  # ranks choose their own GPUs
     run = replace(
         config.run,
         executor=setup.executor,
@@ -181,7 +183,7 @@ def resume_together(folders: Sequence[Path], watches: Sequence[Watch], source: S
     with _all_locked(members), _named(members):
         for member in members:
             manifest = files.read_manifest(member.folder)
-            again = {"at": now(), **environment(member.experiment.setup.shelf.where)}
+            again = {"at": now(), **environment(member.experiment.setup.device_data.where)}
             files.write_manifest(member.folder, manifest | {"resumed": [*manifest.get("resumed", []), again]})
         found = [{path.name: path for path in checkpoints(member.folder)} for member in members]
         common = sorted(set.intersection(*(set(paths) for paths in found)))
@@ -212,7 +214,7 @@ def _all_locked(members: Sequence[Member]) -> Iterator[None]:
 def _run(members: Sequence[Member], from_states: Sequence[State] | None) -> list[Outcome]:
     """Simulate, evaluate and write, until the end or until asked to stop. All members have the same rounds."""
     setups, config = [member.experiment.setup for member in members], members[0].experiment.config
-    diary = Diary([member.folder for member in members], [member.watch for member in members], config.run.gaps)
+    diary = MetricsWriter([member.folder for member in members], [member.watch for member in members], config.run.gaps)
     states, saved = from_states, time.monotonic()
     with _stop_requests() as stop_requested:
         for states in simulate_together(setups, from_states):
@@ -221,7 +223,7 @@ def _run(members: Sequence[Member], from_states: Sequence[State] | None) -> list
             diary.note(states, evaluated=round % config.run.evaluate_every == 0 or last)
             stopping = stop_requested()
             if last or stopping or time.monotonic() - saved >= config.run.checkpoint_seconds:
-                diary.write_down()
+                diary.flush()
                 settle(states)
                 if not last or config.run.keep == "models":
                     _for_each(members, states, lambda member, state: save_checkpoint(member.folder, state))

@@ -45,7 +45,7 @@ def make_manifest(setup: Setup, federation: Federation | OnDemand, company: Sequ
             "threads": torch.get_num_threads(),
             "company": list(company),
         },
-        **environment(setup.shelf.where),
+        **environment(setup.device_data.where),
     }
 
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from fedcpsl.config import Config, flat_settings, read_config, to_toml, with_settings
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.runs import folder as files
-from fedcpsl.runs.companies import Announce, run_all
 from fedcpsl.runs.comparison import Case, Plan
 from fedcpsl.runs.experiment import with_whole_paths
 from fedcpsl.runs.files import write_whole
+from fedcpsl.runs.run_groups import Announce, run_all
 
 Settings = dict[str, Any]  # section.key to value
 KEYS = {

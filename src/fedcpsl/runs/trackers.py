@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedcpsl.errors import InputError
-from fedcpsl.runs.companies import Announce, Planned
-from fedcpsl.runs.diary import Watch
 from fedcpsl.runs.files import to_json, write_whole
 from fedcpsl.runs.folder import is_finished, read_run_config
+from fedcpsl.runs.metrics_writer import Watch
+from fedcpsl.runs.run_groups import Announce, Planned
 
 PROJECT = "fedcpsl"  # of W&B, and the experiment of MLflow, unless the environment names others
 IDS = "tracker.json"  # by which a resumed run finds what it wrote to before

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fedcpsl.problem import Samples
 from fedcpsl.simulation.executors import LocalSteps, Program, steps_one_by_one, stretches
-from fedcpsl.simulation.feed import Feed, taken
-from fedcpsl.simulation.slots import Ground
+from fedcpsl.simulation.minibatches import BatchPlan, taken
+from fedcpsl.simulation.round_request import TrainingData
 from fedcpsl.trees import Tree, map_tensors
 
 WASTE = 1.3  # a stretch runs at most so many times the slots that need it
@@ -28,7 +28,7 @@ class Stage(NamedTuple):
 
     local: Tree
     hyper: Tree
-    feed: Feed  # rows, inputs and keys are [steps, slots, batch]
+    feed: BatchPlan  # rows, inputs and keys are [steps, slots, batch]
     step: Tensor  # [1]: the number of the next step
     graphs: dict[tuple[int, int], Any]
 
@@ -36,7 +36,7 @@ class Stage(NamedTuple):
         """The smallest width of the ladder that so many slots fit into."""
         return min(width for width in ladder(self.feed.rows.shape[1]) if width >= slots)
 
-    def holds(self, feed: Feed) -> bool:
+    def holds(self, feed: BatchPlan) -> bool:
         return all(mine >= needed for mine, needed in zip(self.feed.rows.shape[:2], feed.rows.shape[:2], strict=True))
 
 
@@ -46,7 +46,7 @@ def captured_steps() -> LocalSteps:
     refused: dict[Any, str] = {}
     memory = torch.cuda.graph_pool_handle()  # one for all graphs: no two replay at a time
 
-    def take(program: Program, hyper: Tree, local: Tree, feed: Feed, counts: Sequence[int]) -> Tree:
+    def take(program: Program, hyper: Tree, local: Tree, feed: BatchPlan, counts: Sequence[int]) -> Tree:
         if program.key in refused or feed.partner is not None:
             return steps_one_by_one(program, hyper, local, feed, counts)
         stage = stages.get(program.key)
@@ -99,7 +99,7 @@ def _replay(stage: Stage, counts: Sequence[int]) -> Tree:
     return together
 
 
-def _room_for(local: Tree, hyper: Tree, feed: Feed, smaller: Stage | None) -> Stage:
+def _room_for(local: Tree, hyper: Tree, feed: BatchPlan, smaller: Stage | None) -> Stage:
     """A stage that is large enough, also for what the one that it replaces held."""
     steps, slots, _ = feed.rows.shape
     if smaller:
@@ -115,7 +115,7 @@ def _room_for(local: Tree, hyper: Tree, feed: Feed, smaller: Stage | None) -> St
     return Stage(
         local=map_tensors(by_slot, local),
         hyper=map_tensors(by_slot, hyper),
-        feed=Feed(
+        feed=BatchPlan(
             by_step(feed.rows),
             by_step(feed.inputs),
             by_slot(feed.labelled),
@@ -129,7 +129,7 @@ def _room_for(local: Tree, hyper: Tree, feed: Feed, smaller: Stage | None) -> St
     )
 
 
-def _fill(stage: Stage, hyper: Tree, local: Tree, feed: Feed) -> None:
+def _fill(stage: Stage, hyper: Tree, local: Tree, feed: BatchPlan) -> None:
     """What a round begins with, in the stage's first slots."""
     slots, steps = len(feed.labelled), len(feed.rows)
     for mine, given in ((stage.local, local), (stage.hyper, hyper)):
@@ -147,7 +147,7 @@ def _capture(program: Program, stage: Stage, width: int, steps: int, memory: Any
     """Some steps of the first `width` slots as a graph; it leaves the stage in disorder."""
 
     def take_steps() -> None:
-        # new objects, so that whatever depends on them is computed inside the graph and not remembered from before
+        # new objects, so that whatever depends on them is computed inside the graph and not cache_last_call from before
         hyper: Tree = map_tensors(lambda t: t[:width], stage.hyper)
         local: Tree = map_tensors(lambda t: t[:width], stage.local)
         begun = local
@@ -177,7 +177,7 @@ def _settle(buffer: Tensor, value: Tensor) -> None:
         buffer.copy_(value)
 
 
-def _samples(ground: Ground, feed: Feed, steps: Tensor) -> Iterator[Samples]:
+def _samples(ground: TrainingData, feed: BatchPlan, steps: Tensor) -> Iterator[Samples]:
     """The minibatches of some steps, gathered at once; the numbers of the steps are on the device."""
     rows, sources = (t.index_select(0, steps) for t in (feed.rows, feed.inputs))
     shape = rows.shape

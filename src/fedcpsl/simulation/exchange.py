@@ -15,14 +15,14 @@ from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation.executors import Finished, all_finite, example_of
 from fedcpsl.simulation.labels import is_due
 from fedcpsl.simulation.ranks import all_numbers, all_values, join, texts
-from fedcpsl.simulation.slots import Ask, Ground
+from fedcpsl.simulation.round_request import RoundRequest, TrainingData
 from fedcpsl.trees import Tree, leaves, rebuilt
 
 Plans = Sequence[Sequence[DeviceRound]]  # the devices of every run
 
 
 def exchanged(
-    asks: Sequence[Ask], shares: Sequence[Plans], ground: Ground, work: Callable[[], Sequence[Finished]]
+    asks: Sequence[RoundRequest], shares: Sequence[Plans], ground: TrainingData, work: Callable[[], Sequence[Finished]]
 ) -> Iterator[Finished]:
     """Do this rank's share of a round and yield everybody's, run by run, in device order."""
     rank = join().rank
@@ -69,7 +69,7 @@ def _agree(error: Exception | None) -> None:
     raise RunError(f"rank {failed}: {reasons[failed]}")
 
 
-def _example(ask: Ask, plans: Plans) -> Tree | None:
+def _example(ask: RoundRequest, plans: Plans) -> Tree | None:
     """What one device of a run leaves behind in this round, by its shapes; None where no device is active."""
     active = [task for plan in plans for task in plan]
     return example_of(ask, ask.setup.method_of(active[0])) if active else None
@@ -84,13 +84,13 @@ def _rows_of(run: int, plan: Sequence[DeviceRound], finished: Sequence[Finished]
     return [torch.cat(pieces)[order] for pieces in zip(*fields, strict=True)]
 
 
-def _labels(asks: Sequence[Ask], plans: Plans, ground: Ground) -> list[Tensor]:
+def _labels(asks: Sequence[RoundRequest], plans: Plans, ground: TrainingData) -> list[Tensor]:
     """The pseudo-labels that some devices renew, where they lie on the ground."""
     found = []
     for ask, plan in zip(asks, plans, strict=True):
         for task in plan:
             if is_due(ask, task):
-                rows = ask.setup.shelf.unlabelled_rows(task.device)
+                rows = ask.setup.device_data.unlabelled_rows(task.device)
                 found.append(ground.targets[ask.first_row + rows.start : ask.first_row + rows.stop])
     return found
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from fedcpsl.algorithm import Algorithm, Method, alike, merged_method
 from fedcpsl.device_round import device_round
 from fedcpsl.schedule import DeviceRound
-from fedcpsl.simulation.feed import Feed, feed_of, minibatches
 from fedcpsl.simulation.labels import renew_labels
+from fedcpsl.simulation.minibatches import BatchPlan, batch_plan, minibatches
+from fedcpsl.simulation.round_request import RoundRequest, Slot, TrainingData, hyper_of, states_of
 from fedcpsl.simulation.setup import Setup
-from fedcpsl.simulation.slots import Ask, Ground, Slot, hyper_of, states_of
-from fedcpsl.simulation.transfer import sent
+from fedcpsl.simulation.to_device import to_device
 from fedcpsl.trees import Tree, leaves, map_tensors
 
 
@@ -28,7 +28,7 @@ class Program(NamedTuple):
     key: tuple[Any, ...]  # equal for groups that one captured step serves
     algorithm: Algorithm
     method: Method
-    ground: Ground
+    ground: TrainingData
 
 
 class Finished(NamedTuple):
@@ -42,11 +42,13 @@ class Finished(NamedTuple):
     fine: Tensor  # [devices]: whether all of it is finite
 
 
-LocalSteps = Callable[[Program, Tree, Tree, Feed, Sequence[int]], Tree]
-LocalRounds = Callable[[Sequence[Ask], Ground], Iterator[Finished]]
+LocalSteps = Callable[[Program, Tree, Tree, BatchPlan, Sequence[int]], Tree]
+LocalRounds = Callable[[Sequence[RoundRequest], TrainingData], Iterator[Finished]]
 
 
-def local_rounds(asks: Sequence[Ask], ground: Ground, take_steps: LocalSteps | None = None) -> Iterator[Finished]:
+def local_rounds(
+    asks: Sequence[RoundRequest], ground: TrainingData, take_steps: LocalSteps | None = None
+) -> Iterator[Finished]:
     """New pseudo-labels for the planned devices, then their local steps, group by group, in device order."""
     renew_labels(asks, ground)
     for program, group in groups(asks, ground):
@@ -56,7 +58,7 @@ def local_rounds(asks: Sequence[Ask], ground: Ground, take_steps: LocalSteps | N
             yield from _side_by_side(program, group, take_steps or steps_one_by_one)
 
 
-def groups(asks: Sequence[Ask], ground: Ground) -> Iterator[tuple[Program, list[Slot]]]:
+def groups(asks: Sequence[RoundRequest], ground: TrainingData) -> Iterator[tuple[Program, list[Slot]]]:
     """The slots of all runs, those that can go side by side together, at most as many as the runs allow."""
     together: dict[tuple[Any, ...], list[Slot]] = {}
     for run, ask in enumerate(asks):
@@ -92,10 +94,10 @@ def _even_pieces(count: int, most: int) -> Iterator[slice]:
 
 def _one(program: Program, slot: Slot) -> Finished:
     task, algorithm, method = slot.task, program.algorithm, program.method
-    hyper, where = map_tensors(lambda t: t[0], hyper_of([slot])), slot.ask.setup.shelf.where
+    hyper, where = map_tensors(lambda t: t[0], hyper_of([slot])), slot.ask.setup.device_data.where
     device = map_tensors(lambda t: t[task.device].to(where, copy=True), slot.ask.devices)
     broadcast = slot.ask.told(task.device)
-    feed = feed_of([slot], program.ground).of_slots(0)
+    feed = batch_plan([slot], program.ground).of_slots(0)
     batches = minibatches(program.ground, feed, range(task.steps))
     trained = device_round(algorithm, method, hyper, broadcast, device, batches)
     device, upload = (map_tensors(lambda t: t[None], state) for state in (trained.device, trained.upload))
@@ -107,18 +109,18 @@ def _side_by_side(program: Program, group: Sequence[Slot], take_steps: LocalStep
     """All slots at once, those with most steps first."""
     algorithm, method = program.algorithm, program.method
     longest_first = sorted(group, key=lambda slot: -slot.task.steps)
-    hyper, feed = hyper_of(longest_first), feed_of(longest_first, program.ground)
+    hyper, feed = hyper_of(longest_first), batch_plan(longest_first, program.ground)
     device, broadcast = states_of(longest_first)
     local = algorithm.begin(method, hyper, broadcast, device)
     counts = [slot.task.steps for slot in longest_first]
     local = take_steps(program, hyper, local, feed, counts)
-    steps = sent(counts, feed.rows.device)
+    steps = to_device(counts, feed.rows.device)
     device, upload = algorithm.finish(method, hyper, broadcast, device, local, steps)
     position = {(slot.run, slot.task.device): i for i, slot in enumerate(longest_first)}
     costs = algorithm.costs(local) / steps[:, None]
     order = [position[slot.run, slot.task.device] for slot in group]
     if order != sorted(order):
-        back = sent(order, feed.rows.device)
+        back = to_device(order, feed.rows.device)
         device, upload, costs = map_tensors(lambda t: t[back], (device, upload, costs))
     fine = all_finite(device, upload, costs)
     for run, slots in groupby(range(len(group)), key=lambda i: group[i].run):
@@ -130,14 +132,14 @@ def _side_by_side(program: Program, group: Sequence[Slot], take_steps: LocalStep
         yield Finished(run, [slot.task for slot in group[mine]], kept, uploads, costs[mine], fine[mine])
 
 
-def example_of(ask: Ask, method: Method) -> tuple[Tree, Tree, Tensor]:
+def example_of(ask: RoundRequest, method: Method) -> tuple[Tree, Tree, Tensor]:
     """What a device of a run leaves behind, by its shapes: what it keeps, its upload and its costs."""
     setup = ask.setup
     hyper = map_tensors(lambda t: t[0], setup.hyper)
-    device = map_tensors(lambda t: t[0].to(setup.shelf.where), ask.devices)
+    device = map_tensors(lambda t: t[0].to(setup.device_data.where), ask.devices)
     told = ask.broadcast if ask.rows is None else map_tensors(lambda t: t[0], ask.broadcast)
     local = setup.algorithm.begin(method, hyper, told, device)
-    steps = torch.ones((), dtype=torch.int64, device=setup.shelf.where)
+    steps = torch.ones((), dtype=torch.int64, device=setup.device_data.where)
     kept, upload = setup.algorithm.finish(method, hyper, told, device, local, steps)
     return kept, upload, setup.algorithm.costs(local)
 
@@ -151,7 +153,7 @@ def all_finite(device: Tree, upload: Tree, costs: Tensor) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(t, torch.inf, -1).isfinite() for t in flat]).all(0)
 
 
-def steps_one_by_one(program: Program, hyper: Tree, local: Tree, feed: Feed, counts: Sequence[int]) -> Tree:
+def steps_one_by_one(program: Program, hyper: Tree, local: Tree, feed: BatchPlan, counts: Sequence[int]) -> Tree:
     """The local steps of all slots, `counts` largest first: those that are done drop off the end, so none is wasted."""
     done: list[Tree] = []
     left = len(counts)

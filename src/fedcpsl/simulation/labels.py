@@ -11,15 +11,15 @@ from torch import Tensor
 from fedcpsl.algorithm import alike, optional
 from fedcpsl.device_round import is_relabelled, relabelled
 from fedcpsl.schedule import DeviceRound
-from fedcpsl.simulation.feed import scaling_of, taken
-from fedcpsl.simulation.slots import Ask, Ground, Slot, hyper_of, states_of
-from fedcpsl.simulation.transfer import sent
+from fedcpsl.simulation.minibatches import scaling_of, taken
+from fedcpsl.simulation.round_request import RoundRequest, Slot, TrainingData, hyper_of, states_of
+from fedcpsl.simulation.to_device import to_device
 from fedcpsl.trees import map_tensors
 
 ROWS_TOGETHER = 1 << 17  # of many devices side by side on an accelerator
 
 
-def renew_labels(asks: Sequence[Ask], ground: Ground) -> None:
+def renew_labels(asks: Sequence[RoundRequest], ground: TrainingData) -> None:
     """Renew the rows of all devices that are due, in place."""
     due: dict[Any, list[Slot]] = {}
     for run, ask in enumerate(asks):
@@ -36,13 +36,13 @@ def renew_labels(asks: Sequence[Ask], ground: Ground) -> None:
             _renew_together(slots, ground)
 
 
-def is_due(ask: Ask, task: DeviceRound) -> bool:
+def is_due(ask: RoundRequest, task: DeviceRound) -> bool:
     """Whether a device renews its pseudo-labels in a round."""
     labels = is_relabelled(ask.setup.algorithm, ask.setup.method, warming=task.warming)
     return bool(labels and task.relabels and ask.setup.sizes.unlabelled[task.device] > 0)
 
 
-def _renew_one(slot: Slot, ground: Ground) -> None:
+def _renew_one(slot: Slot, ground: TrainingData) -> None:
     setup, device, first = slot.ask.setup, slot.task.device, slot.ask.first_row
     rows = _rows(slot)
     kept = map_tensors(lambda t: t[device].to(ground.targets.device), slot.ask.devices)
@@ -50,12 +50,12 @@ def _renew_one(slot: Slot, ground: Ground) -> None:
     nu = ground.targets[first + rows.start : first + rows.stop]
 
     def inputs(begin: int, end: int) -> Tensor:
-        return setup.shelf.x(slice(rows.start + begin, rows.start + end))
+        return setup.device_data.x(slice(rows.start + begin, rows.start + end))
 
     nu.copy_(relabelled(setup.algorithm, setup.method, hyper, told, kept, inputs, nu))
 
 
-def _renew_together(slots: Sequence[Slot], ground: Ground) -> None:
+def _renew_together(slots: Sequence[Slot], ground: TrainingData) -> None:
     """As many rows of every device at a time as fit; those that have fewer drop out."""
     counts = {id(slot): _rows(slot).stop - _rows(slot).start for slot in slots}
     most_first = sorted(slots, key=lambda slot: -counts[id(slot)])
@@ -68,12 +68,14 @@ def _renew_together(slots: Sequence[Slot], ground: Ground) -> None:
         most_first = [slot for slot in most_first if counts[id(slot)] > begun]
 
 
-def _renew_block(slots: Sequence[Slot], ground: Ground, first: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+def _renew_block(
+    slots: Sequence[Slot], ground: TrainingData, first: NDArray[np.int64], counts: NDArray[np.int64]
+) -> None:
     """Some rows of every slot, `counts` from `first` on: its own last one again where it has fewer than the others."""
     setup, width = slots[0].ask.setup, int(counts.max())
     device, broadcast = states_of(slots)
-    all_of_each = sent([_rows(slot).stop - _rows(slot).start for slot in slots], ground.targets.device)
-    begin, own, before = sent(np.stack([first, counts, counts.cumsum() - counts]), ground.targets.device)
+    all_of_each = to_device([_rows(slot).stop - _rows(slot).start for slot in slots], ground.targets.device)
+    begin, own, before = to_device(np.stack([first, counts, counts.cumsum() - counts]), ground.targets.device)
     along = torch.arange(width, device=begin.device)
     flat = (begin[:, None] + torch.minimum(along, own[:, None] - 1)).flatten()
     shape = (len(slots), width)
@@ -88,4 +90,4 @@ def _renew_block(slots: Sequence[Slot], ground: Ground, first: NDArray[np.int64]
 
 
 def _rows(slot: Slot) -> slice:
-    return slot.ask.setup.shelf.unlabelled_rows(slot.task.device)
+    return slot.ask.setup.device_data.unlabelled_rows(slot.task.device)

@@ -6,8 +6,8 @@ import torch
 
 from fedcpsl.schedule import draw_tasks
 from fedcpsl.simulation.executors import local_rounds
+from fedcpsl.simulation.round_request import RoundRequest, told_to, training_data_of
 from fedcpsl.simulation.setup import Setup
-from fedcpsl.simulation.slots import Ask, ground_of, told_to
 from fedcpsl.simulation.store import free_bytes
 from fedcpsl.trees import bytes_of, map_tensors
 
@@ -20,19 +20,19 @@ STATES_OF_SLOT = 5  # two models, two momenta, a correction
 def runs_that_fit(setup: Setup) -> int:
     """How many runs like this one can be held at a time."""
     if setup.supply is not None:
-        return 1  # its shelf is filled anew for every round
-    shelf = setup.shelf
+        return 1  # its samples are made anew for every round
+    device_data = setup.device_data
     held = [
-        shelf.source,
-        shelf.one_hot,
-        shelf.one_hot,
-        shelf.truth,
-        shelf.device,
-        *shelf.test[:3],
-        *shelf.validation[:3],
+        device_data.source,
+        device_data.one_hot,
+        device_data.one_hot,
+        device_data.truth,
+        device_data.device,
+        *device_data.test[:3],
+        *device_data.validation[:3],
     ]
     kept = 0 if setup.sparse else setup.devices * setup.device_bytes
-    return max(1, int(SHARE * free_bytes(shelf.where) / max(kept + sum(map(bytes_of, held)), 1)))
+    return max(1, int(SHARE * free_bytes(device_data.where) / max(kept + sum(map(bytes_of, held)), 1)))
 
 
 def slots_that_fit(setups: Sequence[Setup]) -> int:
@@ -44,9 +44,9 @@ def slots_that_fit(setups: Sequence[Setup]) -> int:
     if not setup.vectorised:
         return 0
     needed = sum(s.devices if s.method.traits.everyone or s.personal_rounds else s.work.active for s in setups)
-    if setup.shelf.where.type == "cuda":
+    if setup.device_data.where.type == "cuda":
         largest = max(setups, key=lambda s: s.device_bytes)
-        most = int(SHARE * free_bytes(setup.shelf.where) / (COPIES * max(bytes_per_slot(largest), 1)))
+        most = int(SHARE * free_bytes(setup.device_data.where) / (COPIES * max(bytes_per_slot(largest), 1)))
     else:
         needed = -(-needed // setup.processes)
         most = CACHES // (STATES_OF_SLOT * bytes_of(setup.method.network.initial))
@@ -74,6 +74,7 @@ def _take_one_step(setup: Setup, count: int) -> None:
     kept, (broadcast, rows) = setup.first_device(server), told_to(setup, server, range(count))
     devices = map_tensors(lambda t: t.expand(count, *t.shape).clone(), kept)
     for _ in local_rounds(
-        [Ask(setup, plan, devices, broadcast, rows=rows)], ground_of(setup.shelf, setup.shelf.one_hot)
+        [RoundRequest(setup, plan, devices, broadcast, rows=rows)],
+        training_data_of(setup.device_data, setup.device_data.one_hot),
     ):
         pass

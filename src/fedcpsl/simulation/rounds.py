@@ -9,11 +9,11 @@ import torch
 from fedcpsl.algorithm import Roster, optional
 from fedcpsl.errors import InputError
 from fedcpsl.schedule import DeviceRound, draw_active, draw_tasks
+from fedcpsl.simulation.aggregation import Received, keep_and_count
 from fedcpsl.simulation.executors import Finished, LocalRounds, local_rounds
+from fedcpsl.simulation.round_request import RoundRequest, TrainingData, joint_training_data, told_to, training_data_of
 from fedcpsl.simulation.setup import Setup
-from fedcpsl.simulation.slots import Ask, Ground, common_ground, ground_of, told_to
-from fedcpsl.simulation.state import COUNT_BYTES, Doubt, State, bring, give_up, initial_state
-from fedcpsl.simulation.tally import Received, keep_and_count
+from fedcpsl.simulation.state import COUNT_BYTES, FiniteCheck, State, bring, give_up, initial_state
 from fedcpsl.simulation.workers import shared_rounds
 from fedcpsl.trees import Tree, bytes_of, leaves, map_tensors
 
@@ -37,7 +37,7 @@ def simulate_together(setups: Sequence[Setup], start: Sequence[State] | None = N
     states = list(start or map(initial_state, setups))
     if start is None:
         yield states
-    ground = common_ground([setup.shelf for setup in setups], [state.targets for state in states])
+    ground = joint_training_data([setup.device_data for setup in setups], [state.targets for state in states])
     first_rows = [0, *accumulate(len(state.targets) for state in states)]
     asks = [_largest(state, first) for state, first in zip(states, first_rows, strict=False)]
     with shared_rounds(asks, ground) as (devices, ground, run):
@@ -54,8 +54,8 @@ def simulate_together(setups: Sequence[Setup], start: Sequence[State] | None = N
 def settle(states: Sequence[State]) -> None:
     """Stop if a run's last round lost its numbers; before anything of it is kept for good."""
     for run, state in enumerate(states):
-        if state.doubt:
-            state.doubt.settle(run)
+        if state.finite_check:
+            state.finite_check.settle(run)
 
 
 def draw_plan(state: State) -> list[DeviceRound]:
@@ -84,13 +84,13 @@ def draw_plan(state: State) -> list[DeviceRound]:
 
 def next_state(state: State, plan: Sequence[DeviceRound], run: LocalRounds = local_rounds) -> State:
     """One round of Algorithm 1 by a given schedule."""
-    return next_states([state], [plan], ground_of(state.setup.shelf, state.targets), [0], run)[0]
+    return next_states([state], [plan], training_data_of(state.setup.device_data, state.targets), [0], run)[0]
 
 
 def next_states(
     states: Sequence[State],
     plans: Sequence[Sequence[DeviceRound] | None],
-    ground: Ground,
+    ground: TrainingData,
     first_rows: Sequence[int],
     run: LocalRounds,
 ) -> list[State]:
@@ -122,7 +122,9 @@ def next_states(
     return after
 
 
-def _after(state: State, plan: Sequence[DeviceRound], ask: Ask, total: Tree | None, own: Sequence[Finished]) -> State:
+def _after(
+    state: State, plan: Sequence[DeviceRound], ask: RoundRequest, total: Tree | None, own: Sequence[Finished]
+) -> State:
     """The state once the server has counted the round's uploads."""
     setup, server, working = state.setup, state.server, ask.plan
     if isinstance(total, list):
@@ -155,20 +157,20 @@ def _in_device_order(received: Sequence[Received]) -> tuple[torch.Tensor, Tree, 
     return torch.tensor([devices[i] for i in order], device=omega.device), upload, omega
 
 
-def _ask(state: State, plan: Sequence[DeviceRound], first_row: int) -> Ask:
+def _ask(state: State, plan: Sequence[DeviceRound], first_row: int) -> RoundRequest:
     """What a run's devices work with in a round; one that can do nothing changes nothing."""
     working = [task for task in plan if task.steps > 0]
     broadcast, rows = told_to(state.setup, state.server, [task.device for task in working])
-    return Ask(state.setup, working, state.devices, broadcast, first_row, state.sparse, rows)
+    return RoundRequest(state.setup, working, state.devices, broadcast, first_row, state.sparse, rows)
 
 
-def _largest(state: State, first_row: int) -> Ask:
+def _largest(state: State, first_row: int) -> RoundRequest:
     """As large as a round's part of a run can become: for whoever must make room for it."""
     setup = state.setup
     everybody = setup.method.traits.everyone or setup.personal_rounds
     most = range(setup.devices if everybody else min(setup.work.active, setup.devices))
     broadcast, rows = told_to(setup, state.server, most)
-    return Ask(setup, (), state.devices, broadcast, first_row, rows=rows)
+    return RoundRequest(setup, (), state.devices, broadcast, first_row, rows=rows)
 
 
 def _in_doubt(
@@ -192,11 +194,11 @@ def _in_doubt(
         known.record()
     doubts = []
     for each in fine.split(sizes):
-        doubts.append(Doubt(each, known, errors[: len(each)]))
+        doubts.append(FiniteCheck(each, known, errors[: len(each)]))
         errors = errors[len(each) :]
     return [
-        state if plan is None else state._replace(doubt=doubt)
-        for state, plan, doubt in zip(after, plans, doubts, strict=True)
+        state if plan is None else state._replace(finite_check=finite_check)
+        for state, plan, finite_check in zip(after, plans, doubts, strict=True)
     ]
 
 

@@ -22,10 +22,10 @@ from fedcpsl.errors import InputError
 from fedcpsl.methods import numbers_of, resolved
 from fedcpsl.network import Network
 from fedcpsl.problem import Costs
-from fedcpsl.simulation.machine import choose_device, choose_dtype, has_gpu, set_precision
+from fedcpsl.simulation.device_data import DeviceData
+from fedcpsl.simulation.hardware import choose_device, choose_dtype, has_gpu, set_precision
+from fedcpsl.simulation.on_demand_data import device_data_of
 from fedcpsl.simulation.ranks import world
-from fedcpsl.simulation.shelf import Shelf
-from fedcpsl.simulation.stock import shelf_of
 from fedcpsl.simulation.store import choose_store
 from fedcpsl.trees import Tree, bytes_of, map_tensors
 
@@ -45,7 +45,7 @@ class Setup(NamedTuple):
     two_phase: bool
     joins: NDArray[np.int64]  # the round from which a device is in the roster
     sizes: schedule.Sizes
-    shelf: Shelf
+    device_data: DeviceData
     names: tuple[str, ...]
     seed: int
     vectorised: bool  # devices side by side, or one after another
@@ -53,7 +53,7 @@ class Setup(NamedTuple):
     processes: int  # that share each round's devices
     store: str  # where device states live
     store_folder: Path | None = None  # for those on disk; None: wherever temporary files go
-    supply: OnDemand | None = None  # makes the samples of active devices; None: all are on the shelf
+    supply: OnDemand | None = None  # makes the samples of active devices; None: all are there
 
     @property
     def devices(self) -> int:
@@ -77,7 +77,7 @@ class Setup(NamedTuple):
     @property
     def state_bytes(self) -> int:
         """What the states of all devices take once each has been active."""
-        return self.devices * (self.device_bytes + prod(self.nu_shape) * self.shelf.dtype.itemsize)
+        return self.devices * (self.device_bytes + prod(self.nu_shape) * self.device_data.dtype.itemsize)
 
     @property
     def device_bytes(self) -> int:
@@ -97,7 +97,9 @@ class Setup(NamedTuple):
         each = optional(self.algorithm, "broadcast_each")
         if each is None:
             return self.algorithm.broadcast(server)
-        return map_tensors(lambda t: t[0], each(self.method, server, torch.tensor([device], device=self.shelf.where)))
+        return map_tensors(
+            lambda t: t[0], each(self.method, server, torch.tensor([device], device=self.device_data.where))
+        )
 
     @property
     def batch_widths(self) -> tuple[int, int]:
@@ -153,8 +155,10 @@ def prepare(
     joins = _joins(work, federation.devices)
     active = choose_active(work.active, traits, federation.devices - work.joiners)
     most = federation.devices if traits.everyone or work.personal_rounds else active
-    shelf = shelf_of(federation, device, dtype, beside.shelf if beside else None, most, run.evaluate_devices)
-    network = _network(model, shelf, federation.classes, run.precision, beside.method.network if beside else None)
+    device_data = device_data_of(
+        federation, device, dtype, beside.device_data if beside else None, most, run.evaluate_devices
+    )
+    network = _network(model, device_data, federation.classes, run.precision, beside.method.network if beside else None)
     network.batched = choose_executor(run.executor, network, device) == "vectorised"
     found = resolved(algorithm, network, work, costs)
     kept = found.kept_method(work)
@@ -172,7 +176,7 @@ def prepare(
         two_phase=work.two_phase,
         joins=joins,
         sizes=federation.sizes,
-        shelf=shelf,
+        device_data=device_data,
         names=federation.names,
         seed=run.seed,
         vectorised=network.batched,
@@ -228,10 +232,12 @@ def choose_processes(processes: int | str, device: torch.device, active: int) ->
     return int(processes)
 
 
-def _network(model: nn.Module, shelf: Shelf, classes: int, precision: str, beside: Network | None) -> Network:
+def _network(
+    model: nn.Module, device_data: DeviceData, classes: int, precision: str, beside: Network | None
+) -> Network:
     """A network of its own, or another run's with this model's starting point where only that differs."""
     if beside is None or beside.arithmetic.precision != precision or not _differ_in_start_only(model, beside):
-        return Network(model, shelf.inputs.take(shelf.source[:2]), classes, precision=precision)
+        return Network(model, device_data.inputs.take(device_data.source[:2]), classes, precision=precision)
     own, trained = copy(beside), dict(model.named_parameters())
     own.initial = torch.cat([trained[name].detach().flatten() for name in beside.shapes]).to(beside.initial)
     return own

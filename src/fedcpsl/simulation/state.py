@@ -9,15 +9,15 @@ from torch import Tensor
 
 from fedcpsl.errors import RunError
 from fedcpsl.schedule import DeviceRound
+from fedcpsl.simulation.on_demand_data import put_back, stock
 from fedcpsl.simulation.setup import Setup
-from fedcpsl.simulation.stock import put_back, stock
 from fedcpsl.simulation.store import Sparse, sparse_states, wake
 from fedcpsl.trees import Tree, map_tensors
 
 COUNT_BYTES = 8  # a step count, or one of the sizes n_i and m_i
 
 
-class Doubt(NamedTuple):
+class FiniteCheck(NamedTuple):
     """Whether a round's numbers are finite: known on a GPU only once it has computed them, while the host goes on."""
 
     fine: Tensor  # on the host
@@ -48,13 +48,13 @@ class State(NamedTuple):
     downlink_bytes: int
     costs: dict[int, Tensor]  # mean costs of this round's steps, by device
     lost: int  # uploads lost so far
-    doubt: Doubt | None = None  # whether this round's numbers are finite
+    finite_check: FiniteCheck | None = None  # whether this round's numbers are finite
     sparse: Sparse | None = None  # where only devices that have been active have rows in `devices`
 
     def nu(self, device: int) -> Tensor:
         """The pseudo-labels of one device, [unlabelled samples, classes]."""
         if self.sparse is None or self.setup.supply is None:
-            return self.targets[self.setup.shelf.unlabelled_rows(device)]
+            return self.targets[self.setup.device_data.unlabelled_rows(device)]
         count, classes = int(self.setup.sizes.unlabelled[device]), self.targets.shape[1]
         if self.sparse.there[device] and self.sparse.nu.numel():
             return self.sparse.nu[device, :count].to(self.targets.device)
@@ -78,7 +78,7 @@ def initial_state(setup: Setup) -> State:
     sparse: Sparse | None = None
     if setup.sparse:
         devices, sparse = sparse_states(
-            one, setup.devices, setup.nu_shape, setup.store, setup.store_folder, setup.shelf.one_hot
+            one, setup.devices, setup.nu_shape, setup.store, setup.store_folder, setup.device_data.one_hot
         )
     else:
         devices = map_tensors(lambda t: t.expand(setup.devices, *t.shape).clone(), one)
@@ -87,7 +87,7 @@ def initial_state(setup: Setup) -> State:
         round=0,
         server=server,
         devices=devices,
-        targets=setup.shelf.one_hot.clone(),
+        targets=setup.device_data.one_hot.clone(),
         active_rounds=np.zeros(setup.devices, np.int64),
         steps=0,
         uplink_bytes=0 if setup.method.traits.alone else 2 * COUNT_BYTES * len(setup.roster(0)),
@@ -104,7 +104,7 @@ def bring(state: State, plan: Sequence[DeviceRound]) -> State:
     if sparse is None:
         return state
     if setup.supply:
-        stock(setup.shelf, setup.supply, state.targets, sparse.nu, sparse.there, working)
+        stock(setup.device_data, setup.supply, state.targets, sparse.nu, sparse.there, working)
     return state._replace(sparse=wake(state.devices, sparse, working, setup.joins))
 
 
@@ -115,5 +115,5 @@ def give_up(state: State, plan: Sequence[DeviceRound]) -> None:
         return
     if state.setup.supply:
         which = [task.device for task in plan]
-        put_back(state.setup.shelf, state.targets, sparse.nu, sparse.maps[-1], which)
+        put_back(state.setup.device_data, state.targets, sparse.nu, sparse.maps[-1], which)
     sparse.release()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedcpsl.errors import RunError
 from fedcpsl.settings import AUTO
-from fedcpsl.simulation.transfer import sent
+from fedcpsl.simulation.to_device import to_device
 from fedcpsl.trees import Tree, leaves, map_tensors
 
 SHARE = 0.5  # of the accelerator's free memory that all states may take
@@ -152,7 +152,7 @@ def put_rows(kept: Tensor, behind: Map | None, which: Sequence[int], values: Ten
     if behind is not None:
         behind.write(which, values)
     else:
-        kept[sent(list(which), kept.device)] = values.to(kept.device)
+        kept[to_device(list(which), kept.device)] = values.to(kept.device)
 
 
 def rows_of(devices: Tree, index: Tensor) -> Tree:

@@ -10,8 +10,8 @@ import torch
 from fedcpsl import settings
 from fedcpsl.schedule import DeviceRound, draw_tasks
 from fedcpsl.simulation.ranks import world
+from fedcpsl.simulation.round_request import RoundRequest, told_to, training_data_of
 from fedcpsl.simulation.setup import Setup
-from fedcpsl.simulation.slots import Ask, ground_of, told_to
 from fedcpsl.simulation.workers import one_thread, shared_rounds
 from fedcpsl.trees import map_tensors
 
@@ -55,7 +55,7 @@ def candidates_for(setup: Setup, run: settings.Run) -> list[Layout]:
     """The layouts that the settings leave open, the one that would be taken untimed first; that alone off a CPU."""
     untimed = Layout(setup.executor, setup.slots, setup.processes)
     open_ends = settings.AUTO in (run.executor, run.processes)
-    if not open_ends or setup.shelf.where.type != "cpu" or world()[1] > 1 or setup.supply is not None:
+    if not open_ends or setup.device_data.where.type != "cpu" or world()[1] > 1 or setup.supply is not None:
         return [untimed]
     processes = list(dict.fromkeys([setup.processes, 1])) if run.processes == settings.AUTO else [setup.processes]
     executors = ["sequential", "vectorised"] if run.executor == settings.AUTO else [run.executor]
@@ -82,8 +82,8 @@ def seconds_on_one_core(setup: Setup) -> float:
 
 def seconds_of_step(setup: Setup) -> float:
     """Of one device on one core: three passes (there and, twice as long, back) of every model over a minibatch."""
-    network, inputs = setup.method.network, setup.shelf.inputs
-    x = inputs.take(setup.shelf.source[:1].expand(sum(setup.batch_widths)))
+    network, inputs = setup.method.network, setup.device_data.inputs
+    x = inputs.take(setup.device_data.source[:1].expand(sum(setup.batch_widths)))
     models = setup.kept_method.traits.models
     passes = []
     with one_thread(), torch.no_grad():
@@ -129,10 +129,14 @@ def device_steps_per_second(setup: Setup, layout: Layout, seconds: float) -> flo
     server = setup.first_server()
     broadcast, rows = told_to(setup, server, range(count))
     devices = map_tensors(lambda t: t.expand(count, *t.shape).clone(), setup.first_device(server))
-    ask = Ask(trial, (), devices, broadcast, rows=rows)
+    ask = RoundRequest(trial, (), devices, broadcast, rows=rows)
     steps, rounds = 1, list[tuple[int, float]]()
     try:
-        with shared_rounds([ask], ground_of(trial.shelf, trial.shelf.one_hot.clone())) as (own, ground, run):
+        with shared_rounds([ask], training_data_of(trial.device_data, trial.device_data.one_hot.clone())) as (
+            own,
+            ground,
+            run,
+        ):
             for share in (0.2, 1.0, 0.0):  # the first round warms up; each says how many steps the next one takes
                 plan = _plan(trial, count, steps)
                 began = time.perf_counter()

@@ -25,8 +25,8 @@ from fedcpsl.simulation.capture import captured_steps
 from fedcpsl.simulation.exchange import exchanged
 from fedcpsl.simulation.executors import Finished, LocalRounds, local_rounds
 from fedcpsl.simulation.ranks import world
-from fedcpsl.simulation.slots import Ask, Ground
-from fedcpsl.simulation.tray import Result, found, leave, tray_of
+from fedcpsl.simulation.round_request import RoundRequest, TrainingData
+from fedcpsl.simulation.shared_results import Result, found, leave, shared_memory_for
 from fedcpsl.trees import Tree, map_tensors
 
 # glibc keeps what is freed, if not larger than a piece freed before, up to this; else pages are made anew every time
@@ -34,7 +34,9 @@ KEPT = 31 << 20
 
 
 @contextmanager
-def shared_rounds(asks: Sequence[Ask], ground: Ground) -> Iterator[tuple[list[Tree], Ground, LocalRounds]]:
+def shared_rounds(
+    asks: Sequence[RoundRequest], ground: TrainingData
+) -> Iterator[tuple[list[Tree], TrainingData, LocalRounds]]:
     """`local_rounds` by whatever serves the runs best, and the device states and ground it works on."""
     setup, states = asks[0].setup, [ask.devices for ask in asks]
     here: LocalRounds = local_rounds
@@ -54,12 +56,12 @@ def shared_rounds(asks: Sequence[Ask], ground: Ground) -> Iterator[tuple[list[Tr
         )
         for ask in asks
     ]
-    trays = [tray_of(ask) for ask in asks]
-    with _forked(setup.processes, asks, ground, trays) as pipes:
-        yield [ask.devices for ask in asks], ground, partial(_run_shared, pipes, asks, trays)
+    shared_results = [shared_memory_for(ask) for ask in asks]
+    with _forked(setup.processes, asks, ground, shared_results) as pipes:
+        yield [ask.devices for ask in asks], ground, partial(_run_shared, pipes, asks, shared_results)
 
 
-def _run_on_ranks(here: LocalRounds, asks: Sequence[Ask], ground: Ground) -> Iterator[Finished]:
+def _run_on_ranks(here: LocalRounds, asks: Sequence[RoundRequest], ground: TrainingData) -> Iterator[Finished]:
     """The runs' slots over the ranks of the job."""
     rank, size = world()
     shares = share_out(asks, size)
@@ -68,13 +70,15 @@ def _run_on_ranks(here: LocalRounds, asks: Sequence[Ask], ground: Ground) -> Ite
 
 
 @contextmanager
-def _forked(count: int, asks: Sequence[Ask], ground: Ground, trays: Sequence[Result]) -> Iterator[list[Connection]]:
+def _forked(
+    count: int, asks: Sequence[RoundRequest], ground: TrainingData, shared_results: Sequence[Result]
+) -> Iterator[list[Connection]]:
     """Worker processes that know the runs, and the pipes to them."""
     pipes: list[Connection] = []
     processes = []
     for _ in range(count):
         ours, theirs = get_context("fork").Pipe()
-        given = (theirs, [*pipes, ours], asks, ground, trays)
+        given = (theirs, [*pipes, ours], asks, ground, shared_results)
         process = get_context("fork").Process(target=_work, args=given, daemon=True)
         with warnings.catch_warnings():  # forking beside idle threads: the child starts none and uses no lock of theirs
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -93,7 +97,11 @@ def _forked(count: int, asks: Sequence[Ask], ground: Ground, trays: Sequence[Res
 
 
 def _run_shared(
-    pipes: Sequence[Connection], boards: Sequence[Ask], trays: Sequence[Result], asks: Sequence[Ask], _: Ground
+    pipes: Sequence[Connection],
+    boards: Sequence[RoundRequest],
+    shared_results: Sequence[Result],
+    asks: Sequence[RoundRequest],
+    _: TrainingData,
 ) -> Iterator[Finished]:
     """The runs' slots over the workers; what is broadcast and what comes back go over memory that they share."""
     for board, ask in zip(boards, asks, strict=True):
@@ -109,7 +117,7 @@ def _run_shared(
     with one_thread():
         for pipe in pipes:
             while (answer := _ask(pipe.recv)) is not None:
-                yield found(trays, answer)
+                yield found(shared_results, answer)
 
 
 @contextmanager
@@ -123,7 +131,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def share_out(asks: Sequence[Ask], shares: int) -> list[list[list[DeviceRound]]]:
+def share_out(asks: Sequence[RoundRequest], shares: int) -> list[list[list[DeviceRound]]]:
     """Every run's devices to processes, so that all have about as many steps; in device order within each."""
     loads, dealt = [0] * shares, [[list[DeviceRound]() for _ in asks] for _ in range(shares)]
     slots = [(run, task) for run, ask in enumerate(asks) for task in ask.plan]
@@ -144,7 +152,11 @@ def _shared(tensor: Tensor) -> Tensor:
 
 
 def _work(
-    pipe: Connection, others: list[Connection], asks: Sequence[Ask], ground: Ground, trays: Sequence[Result]
+    pipe: Connection,
+    others: list[Connection],
+    asks: Sequence[RoundRequest],
+    ground: TrainingData,
+    shared_results: Sequence[Result],
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -157,17 +169,19 @@ def _work(
     try:
         while True:
             gc.collect()
-            _answer(pipe, asks, ground, trays)
+            _answer(pipe, asks, ground, shared_results)
     except (EOFError, BrokenPipeError, ConnectionResetError):  # the main process is gone or has stopped listening
         os._exit(0)
 
 
-def _answer(pipe: Connection, asks: Sequence[Ask], ground: Ground, trays: Sequence[Result]) -> None:
+def _answer(
+    pipe: Connection, asks: Sequence[RoundRequest], ground: TrainingData, shared_results: Sequence[Result]
+) -> None:
     plans, rows, told = pipe.recv()
     try:
         mine = [ask._replace(plan=plan, rows=own) for ask, plan, own in zip(asks, plans, told, strict=True)]
         for finished in local_rounds(mine, ground):
-            pipe.send(leave(trays[finished.run], rows[finished.run], finished))
+            pipe.send(leave(shared_results[finished.run], rows[finished.run], finished))
             rows[finished.run] += len(finished.group)
         for ask in asks:
             if ask.sparse:

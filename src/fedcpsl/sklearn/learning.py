@@ -23,8 +23,8 @@ from fedcpsl.network import Network
 from fedcpsl.schedule import stream
 from fedcpsl.settings import Work
 from fedcpsl.simulation import Setup, State, prepare, simulate
+from fedcpsl.simulation.device_data import normalise
 from fedcpsl.simulation.setup import choose_eta
-from fedcpsl.simulation.shelf import normalise
 from fedcpsl.simulation.workers import one_thread
 
 ROWS_AT_ONCE = 16384

@@ -105,7 +105,7 @@ def virtual_labels(state: State, device: int) -> Tensor:
     if not setup.method.traits.unlabelled or not len(nu):
         return nu
     method, broadcast = setup.method_after(state.round), setup.algorithm.broadcast(state.server)
-    x = setup.shelf.x(setup.shelf.unlabelled_rows(device))
+    x = setup.device_data.x(setup.device_data.unlabelled_rows(device))
     return relabel(method, state.hyper(device), broadcast, state.device(device), x, nu, nu.new_tensor(len(nu)))
 
 
@@ -113,14 +113,14 @@ def all_samples(state: State, device: int) -> Samples:
     """Everything that a device trains on, as one batch."""
     if state.setup.supply is not None:
         raise InputError("samples made on demand: gaps and objectives need those of all devices; hold them in memory")
-    shelf, rows = state.setup.shelf, state.setup.shelf.all_rows(device)
+    device_data, rows = state.setup.device_data, state.setup.device_data.all_rows(device)
     start, stop = rows.start, rows.stop
     if not state.setup.method.traits.unlabelled:
-        stop = start + int(shelf.labelled[device])
-    is_labelled = torch.arange(start, stop, device=shelf.where) < start + int(shelf.labelled[device])
-    labelled, unlabelled = is_labelled.to(shelf.dtype), (~is_labelled).to(shelf.dtype)
+        stop = start + int(device_data.labelled[device])
+    is_labelled = torch.arange(start, stop, device=device_data.where) < start + int(device_data.labelled[device])
+    labelled, unlabelled = is_labelled.to(device_data.dtype), (~is_labelled).to(device_data.dtype)
     return Samples(
-        x=shelf.x(slice(start, stop)),
+        x=device_data.x(slice(start, stop)),
         target=state.targets[start:stop],
         labelled=labelled / labelled.sum().clamp_min(1),
         unlabelled=unlabelled / unlabelled.sum().clamp_min(1),

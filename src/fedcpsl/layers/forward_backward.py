@@ -1,0 +1,111 @@
+"""A network's layers bound to tensors; the pass forwards, and the pass that takes gradients back."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fedcpsl.dropout import KeyedDropout
+from fedcpsl.layers.autograd import other
+from fedcpsl.layers.convolution import convolution
+from fedcpsl.layers.dense import Dense, Linear, dense
+from fedcpsl.layers.elementwise import dropout, flatten, group_norm, pooling, relu
+from fedcpsl.layers.layer_kinds import (
+    Layer,
+    Named,
+    Pull,
+    flattens_samples,
+    is_convolution,
+    is_group_norm,
+    is_matmul,
+    is_pooling,
+    is_relu,
+)
+from fedcpsl.layers.linear import Matrices, Totals, linear, matrices_of, totals_of
+from fedcpsl.layers.precision import Arithmetic
+
+DEFAULT = Arithmetic()
+
+
+class Bound(NamedTuple):
+    """A layer with its parameters and, where it is to learn, the totals that its gradient is added to."""
+
+    layer: Layer
+    parameters: dict[str, Tensor]
+    totals: dict[str, Tensor]
+    learning: bool
+    matrices: Matrices | None
+    matrix_totals: Totals | None
+    arithmetic: Arithmetic
+    dense: Dense | None = None  # it and linear layers after it, as one
+
+
+def bind(
+    layers: list[Layer], parameters: Named, totals: Named | None = None, arithmetic: Arithmetic = DEFAULT
+) -> list[Bound]:
+    """Layers with their parameters [slots, models, *shape]; with `totals`, ready to take gradients back."""
+    bound: list[Bound] = []
+    learning = False
+    for layer in layers:
+        learning = totals is not None and (learning or bool(layer.names))  # nothing to learn before the first
+        own = {name: parameters[full] for name, full in layer.names.items()}
+        into = {} if totals is None else {name: totals[full] for name, full in layer.names.items()}
+        matrices = matrices_of(own) if is_matmul(layer) else None
+        matrix_totals = totals_of(into) if matrices and into else None
+        bound.append(Bound(layer, own, into, learning, matrices, matrix_totals, arithmetic))
+    on_cpu = all(t.device.type == "cpu" for t in parameters.values())
+    return _with_dense(bound) if on_cpu and totals is not None and arithmetic.precision != "bf16" else bound
+
+
+def _with_dense(bound: list[Bound]) -> list[Bound]:
+    """Linear layers that learn, and the ReLUs after them, taken together as far as they follow one another."""
+    stacks: list[tuple[Bound, list[Linear]]] = []  # a layer, and what it begins if it is linear
+    for part in bound:
+        stack = stacks[-1][1] if stacks else []
+        if stack and is_relu(part.layer.module):
+            stack[-1] = stack[-1]._replace(rectified=True)
+        elif part.matrices and part.matrix_totals:
+            if not stack:
+                stacks.append((part, stack := []))
+            stack.append(Linear(part.matrices, part.matrix_totals, rectified=False))
+        else:
+            stacks.append((part, []))
+    return [part._replace(dense=dense(stack)) if stack else part for part, stack in stacks]
+
+
+def forward(bound: list[Bound], x: Tensor, keys: Tensor | None) -> tuple[Tensor, list[Pull]]:
+    """Outputs [slots, models, samples, ...], and what takes gradients back, layer by layer."""
+    pulls: list[Pull] = []
+    for part in bound:
+        x, pull = _layer(part, x, keys)
+        if part.learning:
+            pulls.append(pull)
+    return x, pulls
+
+
+def _layer(part: Bound, x: Tensor, keys: Tensor | None) -> tuple[Tensor, Pull]:
+    module = part.layer.module
+    if part.dense:
+        return part.dense(x)
+    if part.matrices:
+        return linear(x, part.matrices, part.matrix_totals, part.arithmetic)
+    if is_relu(module):
+        return relu(x)
+    if flattens_samples(module):
+        return flatten(x)
+    if is_convolution(part.layer):
+        return convolution(part.layer, part.parameters, part.totals, x, part.arithmetic)
+    if is_pooling(part.layer):
+        return pooling(part.layer, x, part.arithmetic)
+    if isinstance(module, KeyedDropout):
+        return dropout(module, x, keys, part.arithmetic)
+    if is_group_norm(part.layer):
+        return group_norm(module, part.parameters, part.totals, x)
+    return other(part.layer, part.parameters, part.totals, part.learning, x, keys)
+
+
+def backward(pulls: list[Pull], gradient: Tensor) -> None:
+    """Take the gradient of the outputs back through the layers, adding to the totals of each."""
+    for depth in reversed(range(len(pulls))):
+        handed_back = pulls[depth](gradient, depth > 0)
+        if handed_back is not None:
+            gradient = handed_back

@@ -1,0 +1,84 @@
+"""Arithmetic on all leaves of a model at once, with one number per slot: many small operations as one."""
+
+import logging
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from fedcpsl.memo import cache_last_call
+
+Leaves = tuple[Tensor, ...]
+
+
+def scale_and_add(leaves: Leaves, numbers: Tensor, others: Leaves) -> None:
+    """leaf = number leaf, plus other for the first model of every slot; in place.
+
+    Leaves are [..., models, *shape], numbers [...], others [..., *shape] each, or none.
+    """
+    kernels = _kernels(leaves, others)
+    if kernels:
+        kernels.scale_and_add(leaves, numbers, others)
+        return
+    if not others:
+        torch._foreach_mul_(leaves, _over_each(numbers, leaves))
+        return
+    for first, number, other in _first_models(leaves, numbers, others):
+        torch.addcmul(other, first, number, out=first)
+    later, over = _later_models(leaves, numbers)
+    if later:
+        torch._foreach_mul_(later, over)
+
+
+def subtract_scaled(leaves: Leaves, numbers: Tensor, others: Leaves) -> None:
+    """leaf = leaf - number other, in place; numbers are [..., models]."""
+    kernels = _kernels(leaves, others)
+    if kernels:
+        kernels.subtract_scaled(leaves, numbers, others)
+        return
+    torch._foreach_addcmul_(leaves, _over_each_model(numbers, leaves), others, value=-1)
+
+
+def _numbers_over_each(numbers: Tensor, leaves: Leaves) -> list[Tensor]:
+    return [numbers.reshape((*numbers.shape, *(1,) * (leaf.dim() - numbers.dim()))) for leaf in leaves]
+
+
+_over_each, _over_each_model = cache_last_call(_numbers_over_each), cache_last_call(_numbers_over_each)
+
+
+@cache_last_call
+def _first_models(leaves: Leaves, numbers: Tensor, others: Leaves) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """The first model's leaves of every slot, each with its number and what is added."""
+    firsts = [leaf.select(numbers.dim(), 0) for leaf in leaves]
+    return list(zip(firsts, _numbers_over_each(numbers, tuple(firsts)), others, strict=True))
+
+
+@cache_last_call
+def _later_models(leaves: Leaves, numbers: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """The other models' leaves, if there are any, and their numbers."""
+    lead = numbers.dim()
+    later = [leaf.narrow(lead, 1, leaf.shape[lead] - 1) for leaf in leaves if leaf.shape[lead] > 1]
+    return later, _numbers_over_each(numbers, tuple(later))
+
+
+def _kernels(leaves: Leaves, others: Leaves) -> ModuleType | None:
+    """The Triton kernels, for tensors that they can take: on a GPU, in one piece each, slots in one dimension."""
+    if not leaves[0].is_cuda or leaves[0].dtype not in (torch.float32, torch.float64):
+        return None
+    return _loaded() if all(leaf.is_contiguous() for leaf in (*leaves, *others)) else None
+
+
+def _loaded() -> ModuleType | None:
+    return import_module("fedcpsl.leafwise_kernels") if has_triton() else None
+
+
+@cache
+def has_triton() -> bool:
+    """Whether kernels of our own can be compiled; PyTorch for some platforms comes without Triton. Asked on a GPU."""
+    if find_spec("triton"):
+        return True
+    logging.getLogger("fedcpsl").warning("Triton is not installed: PyTorch's own operations are used, which are slower")
+    return False

@@ -1,0 +1,225 @@
+"""Replaying test vectors: tiny recorded runs in float64 whose every random choice is an input."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedcpsl import config
+from fedcpsl.algorithm import optional
+from fedcpsl.data.federation import Federation
+from fedcpsl.data.npz import read_archive
+from fedcpsl.data.roles import LABELLED, TEST, UNLABELLED
+from fedcpsl.errors import InputError
+from fedcpsl.evaluation import predict
+from fedcpsl.schedule import DeviceRound
+from fedcpsl.simulation import Setup, State, initial_state, prepare
+from fedcpsl.simulation.rounds import next_state
+from fedcpsl.theory import applies, objectives
+
+RELATIVE, ABSOLUTE = 1e-9, 1e-11
+Vector = dict[str, Any]
+
+
+class Difference(NamedTuple):
+    """One compared quantity: `error` is relative to the tolerance, so above 1 is a failure."""
+
+    quantity: str
+    round: int
+    device: int | None
+    error: float
+    largest: float  # the largest absolute difference
+
+    def __str__(self) -> str:
+        where = f"round {self.round}" + ("" if self.device is None else f", device {self.device}")
+        return f"{where}: {self.quantity} differs by {self.largest:.3g}"
+
+
+def executors() -> list[tuple[str, str]]:
+    """Every (executor, device) that this machine can run in float64."""
+    devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+    return [(executor, device) for device in devices for executor in ("sequential", "vectorised")]
+
+
+def read_vector(path: Path) -> Vector:
+    """A vector file as arrays, its `meta` as a dictionary."""
+    vector: Vector = dict(read_archive(path))
+    try:
+        vector["meta"] = json.loads(str(vector["meta"]))
+    except (KeyError, ValueError) as error:
+        raise InputError(f"{path}: not a test vector: `meta` is missing or not JSON") from error
+    return vector
+
+
+def replay(vector: Vector, executor: str, device: str = "cpu") -> Iterator[Difference]:
+    """Run the recorded schedule and compare every recorded output, in order of rounds."""
+    try:
+        setup = _setup(vector, executor, device)
+        rounds = vector["meta"]["rounds"]
+        state = initial_state(setup)
+        yield from _compare(vector, state)
+        for r in range(rounds):
+            state = next_state(state, _plan(vector, r))
+            yield from _compare(vector, state)
+        yield from _compare_predictions(vector, state)
+        yield from _not_compared(vector, state)
+    except KeyError as error:
+        raise InputError(f"not a test vector: {error} is missing") from error
+
+
+def vector_network(sizes: list[int], activation: str) -> nn.Sequential:
+    """Layer k is called k; the activation follows every layer but the last."""
+    kinds = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "gelu": nn.GELU}
+    network = nn.Sequential()
+    for k, (a, b) in enumerate(pairwise(sizes)):
+        network.add_module(str(k), nn.Linear(a, b))
+        if k < len(sizes) - 2:
+            network.add_module(f"activation{k}", kinds[activation]())
+    return network
+
+
+def _setup(vector: Vector, executor: str, device: str) -> Setup:
+    meta = vector["meta"]
+    model = vector_network(meta["sizes"], meta["activation"]).double()
+    model.load_state_dict({k: torch.from_numpy(vector[f"in/init/{k}"]) for k in model.state_dict()})
+    return prepare(
+        _federation(vector),
+        model,
+        _settings(meta),
+        config.Work(
+            rounds=meta["rounds"],
+            active=meta["active"],
+            batch_labelled=meta["batch_l"],
+            batch_unlabelled=meta["batch_u"],
+        ),
+        config.Run(executor=executor, device=device, dtype="float64", processes=1),
+    )
+
+
+def _settings(meta: Mapping[str, Any]) -> Any:
+    """The algorithm's settings under their own names."""
+    kind = config.algorithm_settings(meta["algorithm"])
+    given = {f.name: meta[f.name] for f in fields(kind) if f.name in meta}
+    return kind(**given | {"name": meta["algorithm"]})
+
+
+def _federation(vector: Vector) -> Federation:
+    devices = vector["meta"]["devices"]
+    pieces = [
+        (i, role, vector[f"in/device{i}/{name}"] if name != "x_t" else _tests(vector, i))
+        for i in range(devices)
+        for role, name in ((LABELLED, "x_l"), (UNLABELLED, "x_u"), (TEST, "x_t"))
+    ]
+    labels = [
+        vector[f"in/device{i}/y_l"] if role == LABELLED else np.full(len(x), -1, np.int64) for i, role, x in pieces
+    ]
+    return Federation(
+        x=np.concatenate([x for _, _, x in pieces]),
+        y=np.concatenate(labels).astype(np.int64),
+        device=np.concatenate([np.full(len(x), i) for i, _, x in pieces]),
+        role=np.concatenate([np.full(len(x), role, np.int8) for _, role, x in pieces]),
+        classes=vector["meta"]["sizes"][-1],
+        names=tuple(str(i) for i in range(devices)),
+    )
+
+
+def _tests(vector: Vector, device: int) -> NDArray[Any]:
+    """What a device's predictions are recorded for: inputs of its own, or the same for all."""
+    own = f"in/device{device}/x_t"
+    found: NDArray[Any] = vector[own if own in vector else "in/test/x"]
+    return found
+
+
+def _plan(vector: Vector, r: int) -> list[DeviceRound]:
+    at = f"in/schedule/round{r}"
+    active, steps = vector[f"{at}/active"].tolist(), vector[f"{at}/steps"].tolist()
+    lost = set(vector.get(f"{at}/lost", np.empty(0, np.int64)).tolist())
+    return [
+        DeviceRound(
+            int(i),
+            int(count),
+            vector[f"{at}/device{i}/batch_l"],
+            vector[f"{at}/device{i}/batch_u"],
+            lost=i in lost,
+        )
+        for i, count in sorted(zip(active, steps, strict=True))
+    ]
+
+
+def _compare(vector: Vector, state: State) -> Iterator[Difference]:
+    for quantity, device, key, value in _recorded(state):
+        if key in vector:
+            yield _difference(quantity, state.round, device, value, vector[key])
+
+
+def _recorded(state: State) -> list[tuple[str, int | None, str, NDArray[Any]]]:
+    """What a vector may hold of a state: quantity, device, key and our value."""
+    at, setup = f"out/round{state.round}", state.setup
+    called = {ours: theirs for theirs, ours in (optional(setup.algorithm, "RECORDED") or {}).items()}
+    found: list[tuple[str, int | None, str, NDArray[Any]]] = []
+    predictions = predict(state, setup.device_data.test).personal.exp().cpu().numpy()
+
+    def add(tree: Any, side: str, device: int | None, key: str) -> None:
+        for field, value in tree._asdict().items():
+            name = called.get(f"{side}.{field}", field)
+            for rest, array in _by_name(setup, value).items():
+                found.append((name, device, f"{key}/{name}{rest}", array))
+
+    add(state.server, "server", None, at)
+    general = setup.algorithm.general_model(setup.method, state.server)
+    if "theta" not in state.server._fields and general is not None:
+        found += [("theta", None, f"{at}/theta{rest}", array) for rest, array in _by_name(setup, general).items()]
+    for i in range(setup.devices):
+        add(state.device(i), "device", i, f"{at}/device{i}")
+        if any(name.startswith("broadcast.") for name in called):
+            add(setup.sent_to(state.server, i), "broadcast", i, f"{at}/device{i}")
+        found.append(("nu", i, f"{at}/device{i}/nu", state.nu(i).cpu().numpy()))
+        found.append(("prediction", i, f"{at}/device{i}/prediction", predictions[setup.device_data.test.rows(i)]))
+    computed = objectives(state)._asdict() if applies(setup.method) else {}
+    return found + [(name, None, f"{at}/{name}", np.asarray(value)) for name, value in computed.items()]
+
+
+def _by_name(setup: Setup, value: Tensor) -> dict[str, NDArray[Any]]:
+    """A model's tensors by their names; what is no model as it is. An empty one is a model of zeros."""
+    network = setup.method.network
+    if value.dim() == 1 and value.numel() in (0, network.initial.numel()):
+        named = network.named(value if value.numel() else torch.zeros_like(network.initial))
+        return {f"/{name}": t.cpu().numpy() for name, t in named.items()}
+    return {"": value.cpu().numpy()}
+
+
+def _not_compared(vector: Vector, state: State) -> Iterator[Difference]:
+    """Recorded outputs that nothing above looks at: a vector must not pass because it was not understood."""
+    here = {key.replace(f"round{state.round}/", "", 1) for _, _, key, _ in _recorded(state)}
+    for key in vector:
+        after_round = re.sub(r"^out/round\d+/", "out/", key)
+        if key.startswith("out/") and not key.startswith("out/final/") and after_round not in here:
+            yield Difference(key, state.round, None, float("inf"), float("inf"))
+
+
+def _compare_predictions(vector: Vector, state: State) -> Iterator[Difference]:
+    predictions = predict(state, state.setup.device_data.test)
+    for i in range(state.setup.devices):
+        log_h = predictions.personal[state.setup.device_data.test.rows(i)]
+        expected = vector.get(f"out/final/device{i}/probabilities")
+        if expected is not None:
+            yield _difference("probabilities", state.round, i, log_h.exp().cpu().numpy(), expected)
+
+
+def _difference(
+    quantity: str, round: int, device: int | None, value: NDArray[Any], expected: NDArray[Any]
+) -> Difference:
+    if value.shape != expected.shape:
+        return Difference(quantity, round, device, float("inf"), float("inf"))
+    gap = np.abs(value - expected)
+    allowed = ABSOLUTE + RELATIVE * np.abs(expected)
+    worst = float((gap / allowed).max(initial=0.0))
+    return Difference(quantity, round, device, worst if worst == worst else float("inf"), float(gap.max(initial=0.0)))

@@ -1,0 +1,81 @@
+"""What was run, in one sentence: the lead of a page."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fedcpsl.report.loaded_runs import LoadedRun, RunSet
+from fedcpsl.runs.split_summary import read_holdings
+
+
+def sentence(story: RunSet) -> str:
+    """What was run, in one sentence."""
+    adapted = [run for run in story.runs if run.adapted_from]
+    trained = [run for run in story.runs if not run.adapted_from]
+    if not trained:
+        return _adapted(adapted)
+    more = len(story.lines)
+    what = trained[0].config.algorithm.name if more == 1 else f"{len(story.runs)} runs of {more} kinds"
+    work = trained[0].config.work
+    rounds = _one_or_many(run.config.work.rounds for run in trained)
+    facts = [
+        f"{_one_or_many(run.manifest['devices'] for run in trained)} devices",
+        f"{_one_or_many(run.config.work.active for run in trained)} of them active in each of {rounds} rounds",
+        *([f"then {work.personal_rounds} personal rounds"] if work.personal_rounds else []),
+        _labels(trained),
+        _seeds(story.runs),
+    ]
+    if adapted:
+        facts.append(f"and of the runs {len(adapted)} adapted from another, in personal rounds with no server")
+    return f"{what} on {trained[0].config.data.title}: {', '.join(facts)}."
+
+
+def _adapted(runs: Sequence[LoadedRun]) -> str:
+    """What `fedcpsl adapt` made."""
+    names = ", ".join(dict.fromkeys(run.adapted_from for run in runs))
+    rounds = _one_or_many(run.last["round"] for run in runs)
+    what = "a personal model" if len(runs) == 1 else f"{len(runs)} personal models"
+    return (
+        f"{runs[0].config.algorithm.name} on {runs[0].config.data.title}: {what} adapted from {names} in {rounds} "
+        f"personal rounds (no rounds with a server), {_labels(runs)}, {_seeds(runs)}."
+    )
+
+
+def _seeds(runs: Sequence[LoadedRun]) -> str:
+    seeds = sorted({run.seed for run in runs})
+    return f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}"
+
+
+def _one_or_many(values: Iterable[Any]) -> str:
+    known = sorted(set(values))
+    return f"{known[0]:,}" if len(known) == 1 else f"{known[0]:,} to {known[-1]:,}"
+
+
+def _labels(runs: Sequence[LoadedRun]) -> str:
+    """How many labels devices see: counted where the data has unlabelled samples of its own, else as was set."""
+    splits = {run.manifest["split_sha256"]: run for run in runs}.values()
+    counted = [labelled_share(run) for run in splits]
+    known = sorted({f"{100 * share:.3g}" for share in counted if share is not None}, key=float)
+    if None not in counted:
+        return f"{' to '.join(dict.fromkeys([known[0], known[-1]]))} % of the training samples labelled"
+    said = {labels_seen(run.config.data) for run in runs}
+    return said.pop() if len(said) == 1 and not known else "unequal shares of the labels visible"
+
+
+def labelled_share(run: LoadedRun) -> float | None:
+    """labelled / (labelled + unlabelled) of the training samples, where some have a class that nobody knows."""
+    found = read_holdings(run.folder, run.config) if run.config.data.file else ""
+    if isinstance(found, str) or not any(found.unknown):
+        return None
+    if run.devices:
+        seen, hidden = (sum(int(device[key]) for device in run.devices) for key in ("labelled", "unlabelled"))
+    else:
+        seen, hidden = (sum(map(sum, rows)) for rows in (found.labelled, [*found.unlabelled, found.unknown]))
+    return seen / (seen + hidden)
+
+
+def labels_seen(data: Any) -> str:
+    """How many labels devices may see, in words."""
+    share = data.labelled
+    seen = f"{100 * min(share):g} to {100 * max(share):g} %" if isinstance(share, list) else f"{100 * share:g} %"
+    where = "" if data.labelled_devices == "all" else f" at {data.labelled_devices} devices"
+    return f"{seen} of the training labels visible{where}"

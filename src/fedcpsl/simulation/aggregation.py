@@ -1,0 +1,108 @@
+"""After the local steps: what devices keep, and what each run's server counts."""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedcpsl.algorithm import optional
+from fedcpsl.schedule import omega
+from fedcpsl.simulation.executors import Finished
+from fedcpsl.simulation.round_request import RoundRequest, Slot, expanded, hyper_of
+from fedcpsl.simulation.state import State
+from fedcpsl.simulation.store import put
+from fedcpsl.simulation.to_device import to_device
+from fedcpsl.trees import Tree, leaves, map_tensors, rebuilt
+
+
+class Received(NamedTuple):
+    """Uploads as a server gets them that must see who sent what."""
+
+    devices: list[int]
+    upload: Tree  # [devices, ...]
+    omega: Tensor  # [devices]
+
+
+Arrived = tuple[Finished, list[int]]  # and which of its devices' uploads were not lost
+
+
+def keep_and_count(
+    states: Sequence[State], asks: Sequence[RoundRequest], all_finished: Sequence[Finished]
+) -> Iterator[tuple[int, Tree]]:
+    """Store what devices keep, and yield what is counted, with the run; runs of one method are worked out at once.
+
+    On a CPU piece by piece: putting pieces together would copy every upload.
+    """
+    alike: dict[Any, list[Arrived]] = {}
+    for finished in all_finished:
+        state = states[finished.run]
+        method = state.setup.method_of(finished.group[0])
+        arrived = [i for i, task in enumerate(finished.group) if not task.lost]
+        if method.sends_nothing or len(arrived) < len(finished.group):
+            put(state.devices, state.sparse, [task.device for task in finished.group], finished.device)
+        if arrived and not method.sends_nothing:
+            key = (state.setup.algorithm, id(method.network.module), method[1:])
+            alike.setdefault(key, []).append((finished, arrived))
+    for pieces in alike.values():
+        for some in [pieces] if pieces[0][0].costs.is_cuda else [[piece] for piece in pieces]:
+            yield from _count(states, asks, some)
+
+
+def _count(
+    states: Sequence[State], asks: Sequence[RoundRequest], pieces: Sequence[Arrived]
+) -> Iterator[tuple[int, Tree]]:
+    """Sum what arrived, run by run, and let those devices know that they were counted."""
+    setup, where = states[pieces[0][0].run].setup, states[0].targets.device
+    algorithm, method = setup.algorithm, setup.method_of(pieces[0][0].group[0])
+    counts = [len(arrived) for _, arrived in pieces]
+    hyper = hyper_of([Slot(f.run, asks[f.run], f.group[i]) for f, arrived in pieces for i in arrived])
+    device, upload, broadcast = _together(asks, pieces, counts)
+    committed = algorithm.commit(method, hyper, broadcast, device, upload)
+    shares = []
+    for (finished, arrived), first in zip(pieces, accumulate([0, *counts]), strict=False):
+        state, counted = states[finished.run], [finished.group[i].device for i in arrived]
+        mine = slice(first, first + len(counted))
+        put(state.devices, state.sparse, counted, map_tensors(lambda t, i=mine: t[i], committed))
+        shares.append(omega(state.setup.sizes, state.setup.roster(state.round), counted))
+    weights = to_device(np.concatenate(shares), where).to(setup.device_data.dtype)
+    if optional(algorithm, "receive"):
+        for (finished, arrived), first in zip(pieces, accumulate([0, *counts]), strict=False):
+            mine = slice(first, first + len(arrived))
+            sent_by = [finished.group[i].device for i in arrived]
+            yield finished.run, [Received(sent_by, map_tensors(lambda t, i=mine: t[i], upload), weights[mine])]
+        return
+    added = algorithm.contribution(method, hyper, upload, weights)
+    by_piece = zip(*(_sums(t, counts) for t in leaves(added)), strict=True)
+    for (finished, _), total in zip(pieces, by_piece, strict=True):
+        yield finished.run, rebuilt(added, total)
+
+
+def _together(
+    asks: Sequence[RoundRequest], pieces: Sequence[Arrived], counts: Sequence[int]
+) -> tuple[Tree, Tree, Tree]:
+    """What arrived of all pieces, and what those devices had been sent."""
+    where = pieces[0][0].costs.device
+    each: list[tuple[Tree, Tree, Tree]] = []
+    for (finished, arrived), count in zip(pieces, counts, strict=True):
+        own = finished.device, finished.upload
+        if count < len(finished.group):
+            rows = to_device(arrived, where)
+            own = map_tensors(lambda t, i=rows: t[i], own)
+        ask, counted = asks[finished.run], [finished.group[i].device for i in arrived]
+        each.append((*own, ask.told_each(counted) if len(pieces) == 1 else expanded(ask, counted)))
+    if len(each) == 1:
+        return each[0]
+    together: tuple[Tree, Tree, Tree] = map_tensors(lambda *t: torch.cat(t), *each)
+    return together
+
+
+def _sums(t: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
+    """Sums over pieces of the first dimension."""
+    if set(counts) == {1}:
+        return t.unbind()
+    if len(set(counts)) == 1:
+        return t.view(len(counts), counts[0], *t.shape[1:]).sum(1).unbind()
+    return [piece.sum(0) for piece in t.split(list(counts))]

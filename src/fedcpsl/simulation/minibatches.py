@@ -1,0 +1,144 @@
+"""The minibatches of a round: drawn row numbers in, samples out."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedcpsl.algorithm import optional
+from fedcpsl.problem import Samples
+from fedcpsl.simulation.device_data import normalise
+from fedcpsl.simulation.round_request import Slot, TrainingData
+from fedcpsl.simulation.to_device import to_device
+
+ROWS_AT_ONCE = 4096
+
+
+class BatchPlan(NamedTuple):
+    """The minibatches of one group of slots for one round."""
+
+    rows: Tensor  # [steps, slots, batch]: where samples are on the ground
+    inputs: Tensor  # the same of their inputs
+    labelled: Tensor  # [slots, batch]: the weights of Samples
+    unlabelled: Tensor
+    keys: Tensor | None
+    shift: Tensor | None  # [slots, 1, ...]: of inputs that are bytes
+    scale: Tensor | None
+    partner: Tensor | None = None  # [rows, classes]: log h(theta; x) of the group's samples, theta fixed
+    partner_rows: Tensor | None = None  # [steps, slots, batch]: where a sample's row is there
+
+    def of_slots(self, slots: int | slice) -> "BatchPlan":
+        """The feed of some of the slots."""
+
+        def by_step(t: Tensor | None) -> Tensor | None:
+            return None if t is None else t[:, slots]
+
+        def by_slot(t: Tensor | None) -> Tensor | None:
+            return None if t is None else t[slots]
+
+        return BatchPlan(
+            self.rows[:, slots],
+            self.inputs[:, slots],
+            self.labelled[slots],
+            self.unlabelled[slots],
+            by_step(self.keys),
+            by_slot(self.shift),
+            by_slot(self.scale),
+            self.partner,
+            by_step(self.partner_rows),
+        )
+
+
+def batch_plan(slots: Sequence[Slot], ground: TrainingData) -> BatchPlan:
+    """What the schedules of some slots draw, row by row."""
+    setup = slots[0].ask.setup
+    widths, where, dtype = setup.batch_widths, setup.device_data.where, setup.device_data.dtype
+    longest = max(slot.task.steps for slot in slots)
+    rows = np.zeros((longest, len(slots), sum(widths)), np.int64)
+    weights = np.zeros((2, len(slots), sum(widths)))
+    keys = np.zeros(rows.shape, np.int64) if setup.method.network.has_dropout else None
+    for i, slot in enumerate(slots):
+        task, device_data = slot.task, slot.ask.setup.device_data
+        start = slot.ask.first_row + device_data.start[task.device]
+        rows[:, i] = start
+        for kind, (drawn, offset) in enumerate(
+            [(task.labelled, start), (task.unlabelled, start + device_data.labelled[task.device])]
+        ):
+            if drawn.shape[1] and widths[kind]:
+                columns = slice(kind * widths[0], kind * widths[0] + drawn.shape[1])
+                np.add(drawn, offset, out=rows[: task.steps, i, columns])
+                weights[kind, i, columns] = 1 / drawn.shape[1]
+        if keys is not None and task.keys is not None:
+            keys[: task.steps, i] = task.keys
+
+    drawn_rows, labelled = to_device(rows, where), to_device(weights, where).to(dtype)
+    shift, scale = scaling_of(slots)
+    feed = BatchPlan(
+        drawn_rows,
+        ground.source.index_select(0, drawn_rows.flatten()).view(drawn_rows.shape),
+        labelled[0],
+        labelled[1],
+        None if keys is None else to_device(keys, where),
+        shift,
+        scale,
+    )
+    if not slots[0].task.personal or optional(setup.algorithm, "partner") is None:
+        return feed
+    partner, first = _partners(slots)
+    starts = np.array([slot.ask.first_row + slot.ask.setup.device_data.start[slot.task.device] for slot in slots])
+    return feed._replace(partner=partner, partner_rows=to_device(rows - (starts - first)[:, None], where))
+
+
+def scaling_of(slots: Sequence[Slot]) -> tuple[Tensor | None, Tensor | None]:
+    """Shift and scale of every slot's inputs, [slots, 1, ...], where they are bytes."""
+    inputs = [slot.ask.setup.device_data.inputs for slot in slots]
+    shifts, scales = (
+        [t for t in given if t is not None] for given in zip(*(each[-2:] for each in inputs), strict=True)
+    )
+    if not shifts:
+        return None, None
+    rank = inputs[0].raw.dim()
+
+    def by_slot(given: list[Tensor]) -> Tensor:
+        return torch.stack([t.reshape((1,) * (rank - t.dim()) + t.shape) for t in given])
+
+    return by_slot(shifts), by_slot(scales)
+
+
+def _partners(slots: Sequence[Slot]) -> tuple[Tensor, NDArray[np.int64]]:
+    """log h(theta; x) of all samples of the slots' devices, in evaluation mode, and where each device's begin."""
+    pieces, first, begun = [], [], 0
+    with torch.no_grad():
+        for slot in slots:
+            setup = slot.ask.setup
+            theta = optional(setup.algorithm, "partner")(slot.ask.told(slot.task.device))
+            first.append(begun)
+            for some in setup.device_data.x(setup.device_data.all_rows(slot.task.device)).split(ROWS_AT_ONCE):
+                pieces.append(setup.method.network.log_probabilities(theta, some))
+                begun += len(some)
+    return torch.cat(pieces), np.array(first, np.int64)
+
+
+def minibatches(ground: TrainingData, feed: BatchPlan, steps: range) -> Iterator[Samples]:
+    """The samples of some steps, gathered one step at a time."""
+    shape = feed.rows.shape[1:]
+    drawn, inputs = (t[steps.start : steps.stop].reshape(len(steps), -1).unbind() for t in (feed.rows, feed.inputs))
+    for t, rows, sources in zip(steps, drawn, inputs, strict=True):
+        partner = None if feed.partner is None or feed.partner_rows is None else feed.partner[feed.partner_rows[t]]
+        yield Samples(
+            x=taken(ground.raw, sources, shape, feed.shift, feed.scale),
+            target=ground.targets.index_select(0, rows).view(*shape, -1),
+            labelled=feed.labelled,
+            unlabelled=feed.unlabelled,
+            keys=None if feed.keys is None else feed.keys[t],
+            partner=partner,
+        )
+
+
+def taken(raw: Tensor, sources: Tensor, shape: Sequence[int], shift: Tensor | None, scale: Tensor | None) -> Tensor:
+    """Inputs [*shape, ...] as a network is given them; shape is that of a batch, before it the slots if any."""
+    x = raw.index_select(0, sources).view(*shape, *raw.shape[1:])
+    return x if shift is None else normalise(x, shift, scale)
