@@ -117,6 +117,8 @@ def test_settings_of_another_file_are_refused():
         make("fedamp", alpha=30.0)
     with pytest.raises(InputError, match="feddyn has none"):
         make("feddyn", work=config.Work(personal_rounds=1))
+    with pytest.raises(InputError, match="Ditto trains its own models in every round"):
+        make("ditto", work=config.Work(personal_rounds=1, two_phase=True))
 
 
 # Everywhere.

@@ -10,6 +10,7 @@ from torch import Tensor
 from fedcpsl import averaging
 from fedcpsl.algorithm import Method, Traits
 from fedcpsl.averaging import Broadcast, Upload, add_labelled_gradient, descend, model_of, stacked
+from fedcpsl.errors import InputError
 from fedcpsl.network import Leaves
 from fedcpsl.problem import Samples
 from fedcpsl.schedule import Sizes
@@ -73,8 +74,9 @@ def decided(settings: Settings, _: Method, eta: float) -> Settings:
 
 
 def phases(method: Method, _settings: Settings, *, two_phase: bool) -> tuple[Method, Method]:
-    """Personal rounds go on with v alone. (Two phases are the same but that v begins only then: v stays theta^0.)"""
-    del two_phase
+    """Personal rounds go on with v alone."""
+    if two_phase:
+        raise InputError("work.two_phase = true: Ditto trains its own models in every round; give false")
     alone = method.traits._replace(models=1, gradients_per_step=1)
     return method, method._replace(traits=alone, personal_round=True)
 
