@@ -10,7 +10,8 @@ from fedcpsl.simulation.round_request import Slot
 
 
 @pytest.mark.parametrize("together", [labels.ROWS_TOGETHER, 40])  # all rows of the devices, and a few at a time
-def test_side_by_side_or_one_after_another(monkeypatch, together):
+@pytest.mark.parametrize("how", ["closed_form", "gradient"])  # which needs each device's own count of samples
+def test_side_by_side_or_one_after_another(monkeypatch, together, how):
     monkeypatch.setattr(labels, "ROWS_TOGETHER", together)
     gaps = []
 
@@ -27,7 +28,7 @@ def test_side_by_side_or_one_after_another(monkeypatch, together):
 
     monkeypatch.setattr(executors, "renew_labels", both_ways)
     settings = {"work.rounds": 2, "run.executor": "vectorised", "run.processes": 1, "run.dtype": "float64"}
-    config = with_settings(Config(), settings | {"data.partition": "dirichlet"})
+    config = with_settings(Config(), settings | {"data.partition": "dirichlet", "algorithm.pseudo_labels": how})
     list(simulate(build(config, load_data(config.data), []).setup))
     assert len(gaps) == 2
     assert max(gaps) < 1e-10
