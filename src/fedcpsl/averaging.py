@@ -114,6 +114,18 @@ def predict_general(_method: Method, _hyper: Any, log_h: Tensor | None, _log_h_o
     return log_h
 
 
+def predict_own(_method: Method, _hyper: Any, log_h: Tensor | None, log_h_own: Tensor | None) -> Tensor:
+    """h of the device's own model; whoever has none is answered by the general one."""
+    found = log_h if log_h_own is None else log_h_own
+    assert found is not None
+    return found
+
+
+def per_slot(number: Tensor, leaf: Tensor) -> Tensor:
+    """One number per slot, shaped to multiply a leaf, [..., *shape], of as many slots."""
+    return number.reshape(number.shape + (1,) * (leaf.dim() - number.dim()))
+
+
 def stacked(method: Method, hyper: Any, *models: Tensor) -> Leaves:
     """Models as leaves, [..., models, *shape] each, one set per slot: what `add_labelled_gradient` takes."""
     lead, split = hyper.eta.dim(), method.network.split

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedcpsl import averaging
 from fedcpsl.algorithm import Method, Traits
-from fedcpsl.averaging import Broadcast, Upload, add_labelled_gradient, descend, model_of, stacked
+from fedcpsl.averaging import Broadcast, Upload, add_labelled_gradient, descend, model_of, per_slot, stacked
 from fedcpsl.errors import InputError
 from fedcpsl.network import Leaves
 from fedcpsl.problem import Samples
@@ -60,12 +60,13 @@ resolve, alike, init_server, broadcast, commit = (
     averaging.broadcast,
     averaging.commit,
 )
-contribution, apply, admit, general_model, received_model = (
+contribution, apply, admit, general_model, received_model, predict = (
     averaging.contribution,
     averaging.apply,
     averaging.admit,
     averaging.general_model,
     averaging.received_model,
+    averaging.predict_own,
 )
 
 
@@ -113,7 +114,7 @@ def pull(lam: Tensor, models: Leaves, start: Leaves) -> Leaves:
     for leaf, first in zip(models, start, strict=True):
         towards = torch.zeros_like(leaf)
         v = leaf.select(lead, -1)
-        towards.select(lead, -1).copy_(lam.reshape(lam.shape + (1,) * (v.dim() - lead)) * (v - first))
+        towards.select(lead, -1).copy_(per_slot(lam, v) * (v - first))
         pulls.append(towards)
     return tuple(pulls)
 
@@ -136,10 +137,3 @@ def finish(
 def own_model(_: Method, device: Device) -> Tensor:
     """v_i."""
     return device.v
-
-
-def predict(_: Method, _hyper: Hyper, log_h: Tensor | None, log_h_own: Tensor | None) -> Tensor:
-    """h(v_i; x); whoever has no model of its own is answered by theta."""
-    found = log_h if log_h_own is None else log_h_own
-    assert found is not None
-    return found

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedcpsl import averaging
 from fedcpsl.algorithm import Method, Traits
-from fedcpsl.averaging import Upload, add_labelled_gradient, descend, model_of, stacked
+from fedcpsl.averaging import Upload, add_labelled_gradient, descend, model_of, per_slot, stacked
 from fedcpsl.errors import InputError
 from fedcpsl.network import Leaves
 from fedcpsl.problem import Samples
@@ -71,7 +71,7 @@ class Local(NamedTuple):
 
 
 resolve, decided, commit, admit = averaging.resolve, averaging.decided, averaging.commit, averaging.admit
-alike = averaging.alike
+alike, predict = averaging.alike, averaging.predict_own
 
 
 def numbers(_: Method, settings: Settings, sizes: Sizes, *, warming: bool) -> Mapping[str, Any]:  # noqa: ARG001
@@ -147,8 +147,7 @@ def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
 
 def pull(strength: Tensor, models: Leaves, start: Leaves) -> Leaves:
     """(lam/alpha) (w - u_i), leaf by leaf."""
-    both = zip(models, start, strict=True)
-    return tuple(strength.reshape(strength.shape + (1,) * (w.dim() - strength.dim())) * (w - u) for w, u in both)
+    return tuple(per_slot(strength, w) * (w - u) for w, u in zip(models, start, strict=True))
 
 
 def costs(local: Local) -> Tensor:
@@ -190,10 +189,3 @@ def not_deployable(_: Method) -> str:
 def own_model(_: Method, device: Device) -> Tensor:
     """w_i."""
     return device.w
-
-
-def predict(_: Method, _hyper: Hyper, log_h: Tensor | None, log_h_own: Tensor | None) -> Tensor:
-    """h(w_i; x); whoever has no model of its own is answered by the mean of all."""
-    found = log_h if log_h_own is None else log_h_own
-    assert found is not None
-    return found

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedcpsl import averaging
 from fedcpsl.algorithm import Method, Roster, Traits
-from fedcpsl.averaging import Broadcast, Sum, Upload, add_labelled_gradient, descend, model_of, stacked
+from fedcpsl.averaging import Broadcast, Sum, Upload, add_labelled_gradient, descend, model_of, per_slot, stacked
 from fedcpsl.network import Leaves
 from fedcpsl.problem import Samples
 from fedcpsl.schedule import Sizes
@@ -101,11 +101,7 @@ def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
 
 def linear_term(alpha: Tensor, memory: Leaves, models: Leaves) -> Leaves:
     """alpha_i (H_i + w - theta^r), leaf by leaf."""
-    return tuple(_times(alpha, kept + leaf) for kept, leaf in zip(memory, models, strict=True))
-
-
-def _times(number: Tensor, leaf: Tensor) -> Tensor:
-    return number.reshape(number.shape + (1,) * (leaf.dim() - number.dim())) * leaf
+    return tuple(per_slot(alpha, leaf) * (kept + leaf) for kept, leaf in zip(memory, models, strict=True))
 
 
 def costs(local: Local) -> Tensor:
