@@ -16,10 +16,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from fedcpsl.dropout import KeyedDropout, with_keyed_dropout
-from fedcpsl.layers import Arithmetic, backward, bind, differentiated_by_hand, forward, walk
-from fedcpsl.layers.geometry import Geometry, channels_first, patches
-from fedcpsl.layers.layer_kinds import Layer
+from fedcpsl.engine.dropout import KeyedDropout, with_keyed_dropout
+from fedcpsl.engine.forward_backward import backward, bind, forward
+from fedcpsl.engine.geometry import Geometry, channels_first, patches
+from fedcpsl.engine.layer_kinds import Layer, differentiated_by_hand, walk
+from fedcpsl.engine.precision import Arithmetic
 from fedcpsl.models import cnn
 
 START = time.perf_counter()
@@ -134,7 +135,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 def time_way(workload: Workload, exact: list[Tensor], kind: str, arithmetic: Arithmetic) -> str:
     allow_tf32(arithmetic)
-    never = {f"fedcpsl.layers.{module}.{name}": (lambda _: False)
+    never = {f"fedcpsl.engine.{module}.{name}": (lambda _: False)
              for module in ("walk", "passes") for name in ("is_convolution", "is_pooling")}  # fmt: skip
     patches_ = [patch(name, how) for name, how in never.items()] if kind == VMAP else []
     for one in patches_:
@@ -207,7 +208,7 @@ class Parts:
             print(f"  {name:36s}", guarded(measured, self.seconds), flush=True)
 
     def conv2(self, dot: str, label: str = "") -> None:
-        from fedcpsl.layers import launch
+        from fedcpsl.engine import launch
 
         y, g, weight, bias, two = self.between, self.after, self.weight_2, self.bias_2, self.second
         self.line(f"conv2 {dot} {label}", lambda: launch.convolve(y, weight, bias, two, dot), self.flop_2)
@@ -215,13 +216,13 @@ class Parts:
         self.line(back, lambda: launch.x_gradient(g, weight, two, dot, relu_of=y), self.flop_2)
 
     def conv2_weights(self, dot: str, label: str = "") -> None:
-        from fedcpsl.layers import launch
+        from fedcpsl.engine import launch
 
         given = (self.between, self.after, self.weight_2, self.bias_2, self.second, dot)
         self.line(f"conv2 weight gradient {dot} {label}", lambda: launch.add_weight_gradient(*given), self.flop_2)
 
     def conv1(self, dot: str) -> None:
-        from fedcpsl.layers import launch
+        from fedcpsl.engine import launch
 
         x, weight, bias, one = self.x, self.weight_1, self.bias_1, self.first
         numbers = x.numel() + self.between.numel()
@@ -230,7 +231,7 @@ class Parts:
         self.line(f"conv1 weight gradient {dot}", lambda: launch.add_weight_gradient(*given), self.flop_1, numbers)
 
     def linear(self, dot: str) -> None:
-        from fedcpsl.layers import launch_linear as own
+        from fedcpsl.engine import launch_linear as own
 
         flat, wide, hidden, bias = self.flat, self.wide, self.hidden, self.hidden[:, :1]
         flop, read = self.flop_linear, wide.numel()
@@ -240,7 +241,7 @@ class Parts:
         self.line(into, lambda: own.add_weight_gradient(wide, hidden, flat, dot), flop, 2 * read)
 
     def copies(self) -> None:
-        from fedcpsl.layers import launch
+        from fedcpsl.engine import launch
 
         grid = self.between.movedim(-3, -1).flatten(0, 2)
         columns = self.rows.view(-1, 288)
@@ -293,10 +294,10 @@ def other_tiles(parts: Parts) -> None:
     """The second convolution in programs of other sizes, to choose from."""
     for dot in ("tf32", "bf16", "tf32x3"):
         for tile in TILES:
-            with patch("fedcpsl.layers.launch_convolution.TILE", tile):
+            with patch("fedcpsl.engine.launch_convolution.TILE", tile):
                 parts.conv2(dot, str(tile))
         for tile in WEIGHT_TILES:
-            with patch.dict("fedcpsl.layers.launch_convolution.WEIGHT_TILES", {dot: tile}):
+            with patch.dict("fedcpsl.engine.launch_convolution.WEIGHT_TILES", {dot: tile}):
                 parts.conv2_weights(dot, str(tile))
 
 

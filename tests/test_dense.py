@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call
 
-from fedcpsl.layers import backward, bind, forward, walk
-from fedcpsl.layers import dense as dense_layers
+from fedcpsl.engine import linear as dense_layers
+from fedcpsl.engine.forward_backward import backward, bind, forward
+from fedcpsl.engine.layer_kinds import walk
 
 SIZES = st.integers(1, 4)
 

@@ -6,7 +6,7 @@ import torch
 from fedcpsl.algorithm import Method, Roster
 from fedcpsl.algorithms import family, traits_of
 from fedcpsl.algorithms.family import Broadcast, Device, Hyper, Rules, Server, Sum, Upload
-from fedcpsl.network import Network
+from fedcpsl.engine import Network
 from fedcpsl.problem import Costs
 
 from .conftest import small_model

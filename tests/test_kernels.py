@@ -6,13 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from fedcpsl.dropout import KeyedDropout, with_keyed_dropout
-from fedcpsl.layers import Arithmetic, Layer, backward, bind, forward, walk
-from fedcpsl.layers.convolution import convolution
-from fedcpsl.layers.elementwise import dropout
-from fedcpsl.layers.linear import linear, matrices_of, totals_of
-from fedcpsl.network import Network
-from fedcpsl.problem import Costs, Samples, costs_and_slope_at_once, local_cost, mixture
+from fedcpsl.engine import Network
+from fedcpsl.engine.convolution import convolution
+from fedcpsl.engine.costs import Differentiated, fused_local_gradient
+from fedcpsl.engine.dropout import KeyedDropout, with_keyed_dropout
+from fedcpsl.engine.elementwise import dropout
+from fedcpsl.engine.forward_backward import backward, bind, forward
+from fedcpsl.engine.layer_kinds import Layer, walk
+from fedcpsl.engine.linear import linear, matrices_of, totals_of
+from fedcpsl.engine.precision import Arithmetic
+from fedcpsl.problem import LocalCosts, Samples, local_costs
 
 pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() and find_spec("triton")), reason="our own kernels need a CUDA GPU and Triton"
@@ -117,12 +120,12 @@ def test_a_step_straight_to_the_weights(make, arithmetic, tolerance):
     network = Network(module, x[0, 0], classes, batched=True, precision=arithmetic.precision)
     models, eta = tuple(parameters[name] for name in network.shapes), torch.rand(SLOTS, MODELS).cuda()
 
-    def slope(log_h):
+    def gradient_of(log_h):
         return log_h.sum((-1, -2)), torch.randn(log_h.shape, generator=torch.Generator().manual_seed(2)).to(log_h)
 
     gradients, after = (tuple(map(change, models)) for change in (torch.zeros_like, torch.clone))
-    network.add_gradient(gradients, models, x, keys, None, slope)
-    network.descend(after, eta, x, keys, None, slope)
+    network.add_gradient(gradients, models, x, keys, Differentiated(gradient_of, by_hand=True))
+    network.descend(after, eta, x, keys, Differentiated(gradient_of, by_hand=True))
     for old, new, gradient in zip(models, after, gradients, strict=True):
         step = eta.view(*eta.shape, *(1,) * (old.dim() - 2)) * gradient
         assert error(old - new, step.double()) < 10 * tolerance
@@ -184,7 +187,7 @@ def test_a_convolution_and_the_pooling_after_it(
 
     A GPU with less shared memory has a kernel for each.
     """
-    monkeypatch.setattr("fedcpsl.layers.launch_convolution._shared_memory", lambda _: memory)
+    monkeypatch.setattr("fedcpsl.engine.launch_convolution._shared_memory", lambda _: memory)
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = arithmetic.precision == "tf32"
     inputs, outputs, kernel = shape
@@ -217,7 +220,7 @@ def test_a_convolution_and_the_pooling_after_it(
 
 @pytest.mark.parametrize("mixed", [True, False])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)])
-def test_costs_and_their_slope_at_once(mixed, dtype, tolerance):
+def test_costs_and_their_gradient_as_one_kernel(mixed, dtype, tolerance):
     torch.manual_seed(0)
     slots, samples, classes = 3, 70, 10
     outputs = 3 * torch.randn(slots, 2 if mixed else 1, samples, classes, dtype=torch.float64).cuda()
@@ -227,21 +230,16 @@ def test_costs_and_their_slope_at_once(mixed, dtype, tolerance):
     labelled[:, :20], unlabelled[:, 20:65] = 1 / 20, 1 / 45  # the last five are padding
     alpha_p, alpha_r = torch.rand(2, slots, dtype=torch.float64).cuda()
     beta = torch.tensor([0.0, 0.3, 1.0], dtype=torch.float64).cuda()
-    given = (outputs, target, labelled, unlabelled)
-    costs, slope = costs_and_slope_at_once(
-        *(t.to(dtype) for t in given),
-        (alpha_p.to(dtype), alpha_r.to(dtype)),
-        beta.to(dtype) if mixed else None,
-    )
+    samples = Samples(target, target, labelled, unlabelled)
+    cost = LocalCosts(samples, alpha_p, alpha_r, beta if mixed else None)
+    rounded = Samples(*(t.to(dtype) for t in samples[:4]))
+    numbers = (alpha_p.to(dtype), alpha_r.to(dtype), beta.to(dtype) if mixed else None)
+    costs, found = fused_local_gradient(LocalCosts(rounded, *numbers), outputs.to(dtype))
     outputs = outputs.requires_grad_()
-    log_h = torch.log_softmax(outputs, -1)
-    if mixed:
-        log_h = torch.stack([log_h[:, 0], mixture(log_h[:, 1], log_h[:, 0].detach(), beta)], 1)
-    each = Samples(target, target[:, None], labelled[:, None], unlabelled[:, None])
-    expected = local_cost(log_h, each, alpha_p[:, None], alpha_r[:, None], Costs())
+    expected = local_costs(cost, torch.log_softmax(outputs, -1))
     (gradient,) = torch.autograd.grad(expected.sum(), outputs)
     assert error(costs, expected.detach()) < tolerance
-    assert error(slope, gradient) < tolerance
+    assert error(found, gradient) < tolerance
 
 
 @pytest.mark.parametrize("rows", [10, 50])

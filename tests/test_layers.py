@@ -7,15 +7,20 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call
 
-from fedcpsl.dropout import KeyedDropout, with_keyed_dropout
-from fedcpsl.layers import Arithmetic, backward, bind, differentiated_by_hand, forward, walk
-from fedcpsl.layers.convolution import by_library, by_matmul
-from fedcpsl.layers.geometry import geometry_of
-from fedcpsl.leafwise import has_triton
+from fedcpsl.engine import Network
+from fedcpsl.engine.convolution import by_library, by_matmul
+from fedcpsl.engine.costs import Differentiated
+from fedcpsl.engine.dropout import KeyedDropout, with_keyed_dropout
+from fedcpsl.engine.forward_backward import backward, bind, forward
+from fedcpsl.engine.geometry import geometry_of
+from fedcpsl.engine.layer_kinds import differentiated_by_hand, walk
+from fedcpsl.engine.leafwise import has_triton
+from fedcpsl.engine.precision import Arithmetic
 from fedcpsl.models import cnn, mlp
-from fedcpsl.network import Network
 from fedcpsl.settings import Run
 from fedcpsl.simulation.setup import choose_executor, choose_slots
+
+WRITTEN_OUT = Differentiated(lambda h: ((h**2).sum((-1, -2)), 2 * h), by_hand=True)
 
 SLOTS, MODELS, SAMPLES = 2, 2, 3
 
@@ -66,7 +71,7 @@ def assert_agree(module, x, keys=None, tolerance=1e-12):
     expected, expected_gradients = one_by_one(module, parameters, x, keys)
     for convolve in (by_library, by_matmul):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("fedcpsl.layers.convolution.by_library", convolve)
+            patch.setattr("fedcpsl.engine.convolution.by_library", convolve)
             y, gradients = by_hand(module, parameters, x, keys)
         assert y.shape == expected.shape
         assert torch.allclose(y, expected, rtol=tolerance, atol=tolerance)
@@ -228,7 +233,7 @@ def test_descending_at_once_is_adding_up_a_gradient_first(name, written_out):
     theta = network.initial + 0.01 * torch.randn(SLOTS, MODELS, len(network.initial), dtype=torch.float64)
     keys = torch.arange(SLOTS * SAMPLES).view(SLOTS, 1, SAMPLES)
     eta = torch.rand(SLOTS, MODELS, dtype=torch.float64)
-    given = x, keys, lambda h: (h**2).sum((-1, -2)), (lambda h: ((h**2).sum((-1, -2)), 2 * h)) if written_out else None
+    given = x, keys, WRITTEN_OUT if written_out else (lambda h: (h**2).sum((-1, -2)))
     gradient = tuple(leaf.contiguous() for leaf in network.split(torch.zeros_like(theta)))
     before, after = (tuple(leaf.contiguous() for leaf in network.split(theta)) for _ in range(2))
     costs = network.add_gradient(gradient, before, *given)
@@ -282,8 +287,8 @@ def test_large_inputs_are_convolved_in_pieces(monkeypatch):
     parameters, x = stacked(module), inputs(2, 6, 6)
     bound = bind(walk(module, parameters), parameters)
     whole, _ = forward(bound, x, None)
-    monkeypatch.setattr("fedcpsl.layers.convolution.by_library", by_matmul)
-    monkeypatch.setattr("fedcpsl.layers.convolution.PATCHES_AT_ONCE", 1)
+    monkeypatch.setattr("fedcpsl.engine.convolution.by_library", by_matmul)
+    monkeypatch.setattr("fedcpsl.engine.convolution.PATCHES_AT_ONCE", 1)
     assert torch.allclose(forward(bound, x, None)[0], whole, rtol=1e-13, atol=1e-13)
 
 
@@ -300,12 +305,12 @@ def test_a_cnn_needs_neither_vmap_nor_autograd(monkeypatch):
     for batched, network in networks.items():
         leaves = tuple(leaf.contiguous() for leaf in network.split(theta))
         into = tuple(torch.zeros_like(leaf) for leaf in leaves)
-        slope = (lambda h: ((h**2).sum((-1, -2)), 2 * h)) if batched else None
+        cost = WRITTEN_OUT if batched else (lambda h: (h**2).sum((-1, -2)))
         with monkeypatch.context() as patch:
             if batched:
                 patch.setattr("torch.autograd.grad", None)
-                patch.setattr("fedcpsl.layers.autograd.vmap", None)
-            costs = network.add_gradient(into, leaves, x, keys, lambda h: (h**2).sum((-1, -2)), slope)
+                patch.setattr("fedcpsl.engine.forward_backward.vmap", None)
+            costs = network.add_gradient(into, leaves, x, keys, cost)
         found[batched] = (costs, network.join(into), network.log_probabilities(theta, x))
     for a, b in zip(found[True], found[False], strict=True):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-10)
@@ -341,7 +346,7 @@ def test_one_after_another_is_plain_pytorch_for_any_module():
 
 
 def test_a_gpu_without_triton_is_told_once(monkeypatch, caplog):
-    monkeypatch.setattr("fedcpsl.leafwise.find_spec", lambda _: None)
+    monkeypatch.setattr("fedcpsl.engine.leafwise.find_spec", lambda _: None)
     has_triton.cache_clear()
     assert [has_triton(), has_triton()] == [False, False]
     has_triton.cache_clear()

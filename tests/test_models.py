@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from fedcpsl.engine import Network
 from fedcpsl.errors import InputError
 from fedcpsl.models import NAMES, choose_model, cnn, cnn1d, logistic, make_model, mlp, resnet8
-from fedcpsl.network import Network
 
 SMALL = {"mlp": (2, 3), "cnn": (1, 16, 17), "resnet8": (2, 9, 8), "cnn1d": (3, 20), "logistic": (2, 3)}
 

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from fedcpsl import config
-from fedcpsl.dropout import keyed_kept, keyed_uniform
+from fedcpsl.engine import Network
+from fedcpsl.engine.dropout import keyed_kept, keyed_uniform
+from fedcpsl.engine.layer_kinds import pool_before_relu
 from fedcpsl.errors import InputError
-from fedcpsl.layers import pool_before_relu
 from fedcpsl.models import make_model, mlp
-from fedcpsl.network import Network
 from fedcpsl.simulation import prepare, simulate
 
 from .conftest import small_federation

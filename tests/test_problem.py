@@ -7,8 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedcpsl.engine.costs import differentiated
 from fedcpsl.problem import (
     Costs,
+    LabelledCosts,
+    LocalCosts,
     Samples,
     closed_form_labels,
     cross_entropy,
@@ -16,12 +19,9 @@ from fedcpsl.problem import (
     kl_from_uniform,
     label_kl_from_uniform,
     local_cost,
-    local_cost_and_slope,
     mixture,
-    mixture_share,
     project_to_simplex,
     regulariser,
-    row_weights,
 )
 
 H = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
@@ -159,25 +159,28 @@ def test_costs_know_whether_the_closed_form_is_theirs():
     assert not Costs(regulariser=lambda log_h, _: log_h.exp().square().sum(-1)).closed_form
 
 
-@given(st.integers(0, 10**6))
-def test_the_slopes_are_the_derivatives_of_the_costs(seed):
+@given(st.integers(0, 10**6), st.sampled_from(["labels alone", "f_i", "F_i beside theta_i", "F_i alone"]))
+def test_written_out_gradients_are_the_derivatives_of_the_costs(seed, kind):
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return torch.randn(2, *shape, generator=generator, dtype=torch.float64)
 
-    log_h = torch.log_softmax(draw(4, 3), -1).requires_grad_()
+    models = 2 if kind == "F_i beside theta_i" else 1
+    log_h = torch.log_softmax(draw(models, 4, 3), -1).requires_grad_()
     batch = Samples(draw(4, 1), torch.softmax(draw(4, 3), -1), draw(4).abs(), draw(4).abs())
-    alpha_p, alpha_r, beta = draw(1)[0].abs(), draw(1)[0].abs(), torch.sigmoid(draw(1)[0])
-    cost = local_cost(log_h, batch, alpha_p, alpha_r, Costs())
-    (expected,) = torch.autograd.grad(cost, log_h)
-    weights = row_weights(batch.labelled, batch.unlabelled, alpha_p, alpha_r)
-    found, slope = local_cost_and_slope(log_h.detach(), batch.target, weights)
-    assert torch.allclose(slope, expected)
-    assert torch.allclose(found, cost)
-    other = torch.log_softmax(draw(4, 3), -1)
-    mixed = mixture(log_h, other, beta)
-    (expected,) = torch.autograd.grad(mixed.sum(), log_h)
+    cost = LocalCosts(batch, draw().abs(), draw().abs())
+    if kind.startswith("F_i"):
+        partner = None if models == 2 else torch.log_softmax(draw(4, 3), -1)
+        cost = cost._replace(beta=torch.sigmoid(draw()), partner=partner)
+    if kind == "labels alone":
+        cost = LabelledCosts(batch)
+    costs = cost(log_h)
+    (expected,) = torch.autograd.grad(costs.sum(), log_h)
+    given = differentiated(cost)
+    assert given.by_hand
     with torch.no_grad():
-        assert torch.allclose(mixture(log_h, other, beta), mixed)
-    assert torch.allclose(mixture_share(log_h.detach(), mixed.detach(), beta), expected)
+        found, gradient = given.gradient(log_h.detach())
+    assert torch.allclose(found, costs)
+    assert torch.allclose(gradient, expected)
+    assert torch.allclose(given.times(draw(models)).gradient(log_h.detach())[0], costs)

@@ -44,7 +44,7 @@ def main() -> None:
     )
 
     def accuracy(theta: torch.Tensor) -> float:
-        network, tests = setup.method.network, setup.shelf.test
+        network, tests = setup.method.network, setup.device_data.test
         return common.accuracy_of(lambda x: network.log_probabilities(theta, x), tests.x, tests.y)
 
     for state in simulate(setup):

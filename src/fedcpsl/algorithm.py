@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from fedcpsl.network import Network
+from fedcpsl.engine import Network
 from fedcpsl.problem import Samples
 from fedcpsl.schedule import Sizes
 from fedcpsl.trees import Tree

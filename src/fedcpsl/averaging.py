@@ -2,16 +2,14 @@
 
 from collections.abc import Hashable
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedcpsl.algorithm import Method, Roster, Traits
-from fedcpsl.leafwise import subtract_scaled
-from fedcpsl.network import Leaves
-from fedcpsl.problem import Samples, costs_and_slope_at_once, cross_entropy, local_cost_and_slope, row_weights
+from fedcpsl.engine import Leaves, subtract_scaled
+from fedcpsl.problem import LabelledCosts, Samples
 
 
 class Server(NamedTuple):
@@ -139,28 +137,9 @@ def model_of(method: Method, hyper: Any, models: Leaves, which: int) -> Tensor:
     return method.network.join([leaf.select(lead, which) for leaf in models])
 
 
-def add_labelled_gradient(method: Method, hyper: Any, into: Leaves, models: Leaves, samples: Samples) -> Tensor:
-    """l(w; B) = mean_B -log h(w; x)_y, zero for an empty B, of each model; its gradient is added to `into`."""
-    lead, network = hyper.eta.dim(), method.network
-    keys = None if samples.keys is None else samples.keys.unsqueeze(lead)
-    target, labelled = samples.target.unsqueeze(lead), samples.labelled.unsqueeze(lead)
-    nothing = torch.zeros_like(hyper.eta)[..., None]
-    weights = row_weights(labelled, torch.zeros_like(labelled), nothing, nothing)
-
-    def cost(log_h: Tensor) -> Tensor:
-        return (labelled * cross_entropy(log_h, target)).sum(-1)
-
-    def slope(log_h: Tensor) -> tuple[Tensor, Tensor]:
-        return local_cost_and_slope(log_h, target, weights)
-
-    alphas = nothing[..., 0], nothing[..., 0]
-    at_once = partial(_at_once, samples=samples, alphas=alphas)
-    return network.add_gradient(into, models, samples.x.unsqueeze(lead), keys, cost, slope, at_once)
-
-
-def _at_once(outputs: Tensor, samples: Samples, alphas: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
-    nothing = torch.zeros_like(samples.labelled)
-    return costs_and_slope_at_once(outputs, samples.target, samples.labelled, nothing, alphas, None)
+def add_labelled_gradient(method: Method, into: Leaves, models: Leaves, samples: Samples) -> Tensor:
+    """Adds the gradient of `fedcpsl.problem.labelled_costs` in each model to `into`; returns the costs."""
+    return method.network.add_gradient(into, models, *samples.inputs, LabelledCosts(samples))
 
 
 def descend(models: Leaves, eta: Tensor, gradient: Leaves) -> None:

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from fedcpsl.algorithm import Algorithm, Method, optional
 from fedcpsl.algorithms import find_algorithm
+from fedcpsl.engine import Network
 from fedcpsl.errors import InputError
-from fedcpsl.network import Network
 from fedcpsl.problem import Costs
 from fedcpsl.schedule import Sizes
 from fedcpsl.settings import Work

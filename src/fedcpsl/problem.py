@@ -6,19 +6,14 @@ dimensions (none for one device, one slot per device when many run side by side)
 """
 
 from collections.abc import Callable
-from importlib import import_module
 from math import log
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedcpsl.leafwise import has_triton
-from fedcpsl.memo import cache_last_call
-
 LOG_FLOOR = 1e-12
 SampleCost = Callable[[Tensor, Tensor], Tensor]
-Alphas = tuple[Tensor, Tensor]  # alpha_p and alpha_r
 
 
 def cross_entropy(log_h: Tensor, target: Tensor) -> Tensor:
@@ -69,6 +64,12 @@ class Samples(NamedTuple):
     keys: Tensor | None = None  # [..., samples]: where dropout masks come from
     partner: Tensor | None = None  # [..., samples, classes]: log h(theta; x) of a theta that stays fixed
 
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor | None]:
+        """x and keys with a dimension for the models that share them, [..., 1, samples, ...]."""
+        lead = self.target.dim() - 2
+        return self.x.unsqueeze(lead), None if self.keys is None else self.keys.unsqueeze(lead)
+
 
 def local_cost(log_h: Tensor, samples: Samples, alpha_p: Tensor, alpha_r: Tensor, costs: Costs) -> Tensor:
     """f_i(theta, nu_i) = mean_L l(h, y) + alpha_p mean_U l(h, nu) + alpha_r mean_U R(h, nu).
@@ -92,64 +93,60 @@ def row_weights(labelled: Tensor, unlabelled: Tensor, alpha_p: Tensor, alpha_r: 
     return Weights(labelled + alpha_p[..., None] * unlabelled, alpha_r[..., None] * unlabelled)
 
 
-def local_cost_and_slope(log_h: Tensor, target: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-    """df_i/dlog h = -(w_L + alpha_p w_U) y + alpha_r w_U h (1 + log h), with the default l and R; and f_i before it.
+class LocalCosts(NamedTuple):
+    """The costs of a minibatch as a function of the networks' outputs: of f_i, and of F_i where a model is mixed."""
 
-    What `local_cost` and autograd find, in fewer operations.
+    samples: Samples
+    alpha_p: Tensor  # [...]
+    alpha_r: Tensor
+    beta: Tensor | None = None  # the weight of the last model in its mixture with `partner`; None: nothing is mixed
+    partner: Tensor | None = None  # [..., samples, classes]: log h, fixed; None: the first model's output
+    functions: Costs = Costs()
+
+    def __call__(self, log_h: Tensor) -> Tensor:
+        return local_costs(self, log_h)
+
+
+def local_costs(given: LocalCosts, log_h: Tensor) -> Tensor:
+    """f_i(theta_i, nu_i) and F_i(theta_lc, theta_i, nu_i), of the models in log_h [..., models, samples, classes].
+
+    No gradient of F_i reaches theta_i.
     """
-    of_loss, of_regulariser, uncertain = _over_classes(weights)
-    flattening = log_h.exp().mul_(of_regulariser)  # alpha_r w_U h
-    slope = torch.addcmul(flattening, of_loss, target, value=-1)
-    each = (slope * log_h).addcmul_(of_regulariser, torch.special.entr(target), value=-1)
-    cost = torch.add(each.sum((-2, -1)), uncertain, alpha=2 * log(log_h.shape[-1]))  # R has log C twice
-    return cost, slope.addcmul_(flattening, log_h)
+    if given.beta is not None:
+        *others, own = log_h.unbind(-3)
+        partner = others[0].detach() if given.partner is None else given.partner
+        log_h = torch.stack([*others, mixture(own, partner, given.beta)], -3)
+    samples = given.samples._replace(
+        target=given.samples.target.unsqueeze(-3),
+        labelled=given.samples.labelled.unsqueeze(-2),
+        unlabelled=given.samples.unlabelled.unsqueeze(-2),
+    )
+    return local_cost(log_h, samples, given.alpha_p[..., None], given.alpha_r[..., None], given.functions)
 
 
-def costs_and_slope_at_once(
-    outputs: Tensor, target: Tensor, labelled: Tensor, unlabelled: Tensor, alphas: Alphas, beta: Tensor | None
-) -> tuple[Tensor, Tensor] | None:
-    """grad_z f_i = df_i/dlog h - h <1, df_i/dlog h>, in the networks' outputs z; and f_i before it: one GPU kernel.
+class LabelledCosts(NamedTuple):
+    """The loss of each model on the labelled samples of a minibatch as a function of the networks' outputs."""
 
-    Outputs are [slots, models, samples, classes]. With `beta` there are two models, the second localized, and its cost
-    is F_i. None where there is no kernel for it: the functions above do the same, up to rounding.
-    """
-    of_a_kind = outputs.is_cuda and outputs.dim() == 4 and outputs.dtype in (torch.float32, torch.float64)
-    if not (of_a_kind and has_triton()):
-        return None
-    kernels = import_module("fedcpsl.problem_kernels")
-    if outputs.shape[-1] > kernels.MOST_CLASSES or outputs.shape[1] != (1 if beta is None else 2):
-        return None
-    shares = None if beta is None else _log_shares(beta)
-    found: tuple[Tensor, Tensor] = kernels.costs_and_slope(outputs, target, (labelled, unlabelled), alphas, shares)
-    return found
+    samples: Samples
+
+    def __call__(self, log_h: Tensor) -> Tensor:
+        return labelled_costs(self, log_h)
 
 
-@cache_last_call
-def _over_classes(weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights shaped to go with log h, and the regulariser's sum."""
-    return weights.loss[..., None], weights.regulariser[..., None], weights.regulariser.sum(-1)
-
-
-@cache_last_call
-def _log_shares(beta: Tensor) -> tuple[Tensor, Tensor]:
-    """log beta and log (1 - beta): what the two models of a mixture weigh, shaped to go with log h."""
-    beta = beta[..., None, None]
-    return beta.log(), (-beta).log1p()
+def labelled_costs(given: LabelledCosts, log_h: Tensor) -> Tensor:
+    """l(w; B) = mean_B -log h(w; x)_y, zero for an empty B, of the models in log_h [..., models, samples, classes]."""
+    loss = cross_entropy(log_h, given.samples.target.unsqueeze(-3))
+    return (given.samples.labelled.unsqueeze(-2) * loss).sum(-1)
 
 
 def mixture(log_h_lc: Tensor, log_h: Tensor, beta: Tensor) -> Tensor:
     """h(theta_p; x) = beta h(theta_lc; x) + (1 - beta) h(theta; x), in logarithms and computed stably."""
-    a, b = _log_shares(beta)
-    a, b = a + log_h_lc, b + log_h
+    beta = beta[..., None, None]
+    a, b = beta.log() + log_h_lc, (-beta).log1p() + log_h
     if not torch.is_grad_enabled():
         return torch.logaddexp(a, b)
     larger = torch.maximum(a, b).detach()  # at beta = 0 and 1 logaddexp has no second derivative
     return larger + ((a - larger).exp() + (b - larger).exp()).log()
-
-
-def mixture_share(log_h_lc: Tensor, log_h_p: Tensor, beta: Tensor) -> Tensor:
-    """dlog h(theta_p)/dlog h(theta_lc) = beta h(theta_lc) / h(theta_p): the localized model's share of a mixture."""
-    return (_log_shares(beta)[0] + log_h_lc).sub_(log_h_p).exp_()
 
 
 def closed_form_labels(log_h: Tensor, alpha_p: Tensor, alpha_r: Tensor) -> Tensor:

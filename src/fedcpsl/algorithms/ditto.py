@@ -10,8 +10,8 @@ from torch import Tensor
 from fedcpsl import averaging
 from fedcpsl.algorithm import Method, Traits
 from fedcpsl.averaging import Broadcast, Upload, add_labelled_gradient, descend, model_of, per_slot, stacked
+from fedcpsl.engine import Leaves
 from fedcpsl.errors import InputError
-from fedcpsl.network import Leaves
 from fedcpsl.problem import Samples
 from fedcpsl.schedule import Sizes
 from fedcpsl.setting_types import real, text
@@ -102,7 +102,7 @@ def begin(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device) ->
 def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     """w <- w - eta g(w; B) and v <- v - eta_lc (g(v; B) + lam (v - theta^r)), on the same minibatch."""
     gradient = pull(hyper.lam, local.models, local.start)
-    costs = add_labelled_gradient(method, hyper, gradient, local.models, samples)
+    costs = add_labelled_gradient(method, gradient, local.models, samples)
     etas = [hyper.eta_lc] if method.personal_round else [hyper.eta, hyper.eta_lc]
     descend(local.models, torch.stack(etas, -1), gradient)
     return local._replace(costs=local.costs + costs)

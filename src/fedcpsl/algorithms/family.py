@@ -2,29 +2,21 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedcpsl.algorithm import Method, Roster, Traits
+from fedcpsl.engine import Leaves, cache_last_call, scale_and_add, subtract_scaled
 from fedcpsl.errors import InputError
-from fedcpsl.leafwise import scale_and_add, subtract_scaled
-from fedcpsl.memo import cache_last_call
-from fedcpsl.network import Leaves
 from fedcpsl.problem import (
     Costs,
+    LocalCosts,
     Samples,
-    Weights,
     closed_form_labels,
-    costs_and_slope_at_once,
     gradient_labels,
-    local_cost,
-    local_cost_and_slope,
     mixture,
-    mixture_share,
-    row_weights,
 )
 from fedcpsl.schedule import Sizes
 from fedcpsl.settings import AUTO
@@ -325,96 +317,37 @@ def begin(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device) ->
 
 
 def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
-    """One step of both models on one minibatch, both gradients at theta_i^{r,t} before its step."""
-    models, lead, network, etas = local.models, hyper.eta.dim(), method.network, _etas(method, hyper)
-    keys = None if samples.keys is None else samples.keys.unsqueeze(lead)
-    given, x = (method, hyper, models, samples), samples.x.unsqueeze(lead)
-    cost, at_once = partial(step_costs, *given), partial(step_slope_at_once, method, hyper, samples)
-    slopes = (partial(step_slope, *given), at_once) if _rules(method).costs.closed_form else ()
+    """(11) to (14): one step of both models on one minibatch, both gradients at theta_i^{r,t} before its step."""
+    network, models, eta = method.network, local.models, _step_sizes(method, hyper)
+    cost = step_cost(method, hyper, models, samples)
     if _parts(method).momentum or local.correction:
         kept = local.momenta or tuple(map(torch.zeros_like, models))  # none where a correction is not c - c_i
-        momenta = momentum(hyper.gamma, kept, local.correction)
-        costs = network.add_gradient(momenta, models, x, keys, cost, *slopes)
-        descend(models, etas, momenta)
-    elif network.batched:
-        costs = network.descend(models, etas, x, keys, cost, *slopes)
-    else:
-        costs, gradients = network.gradient(models, x, keys, cost)
-        descend(models, etas, gradients)
+        mu = momentum(hyper.gamma, kept, local.correction)
+        costs = network.add_gradient(mu, models, *samples.inputs, cost)
+        descend(models, eta, mu)
+    else:  # mu is the gradient itself
+        costs = network.descend(models, eta, *samples.inputs, cost)
     return local._replace(costs=local.costs + costs)
 
 
 @cache_last_call
-def _etas(method: Method, hyper: Hyper) -> Tensor:
-    """The step size of each model that is trained."""
+def _step_sizes(method: Method, hyper: Hyper) -> Tensor:
+    """eta and eta_lc, of the models that are trained, [..., models]."""
     trained = [] if method.sends_nothing else [hyper.eta]
     return torch.stack([*trained, hyper.eta_lc] if _parts(method).personal else trained, -1)
 
 
-def step_costs(method: Method, hyper: Hyper, models: Leaves, samples: Samples, log_h: Tensor) -> Tensor:
-    """f_i(theta_i, nu_i) and F_i(theta_lc, theta_i, nu_i), [..., 1 or 2]: gradients of F_i reach theta_lc alone."""
-    lead = hyper.eta.dim()
-    each = samples._replace(
-        target=samples.target.unsqueeze(lead),
-        labelled=samples.labelled.unsqueeze(lead),
-        unlabelled=samples.unlabelled.unsqueeze(lead),
-    )
-    predictions = log_h
+def step_cost(method: Method, hyper: Hyper, models: Leaves, samples: Samples) -> LocalCosts:
+    """f_i of theta_i and F_i of theta_lc, in which theta_i is fixed (and in evaluation mode)."""
+    cost = LocalCosts(samples, hyper.alpha_p, hyper.alpha_r, functions=_rules(method).costs)
     if method.sends_nothing:
-        predictions = log_h if samples.partner is None else _mixed_alone(hyper, samples, log_h)
-    elif _parts(method).personal:
-        predictions = torch.stack([log_h.select(lead, 0), _mixed(method, hyper, models, samples, log_h)], lead)
-    return local_cost(predictions, each, hyper.alpha_p[..., None], hyper.alpha_r[..., None], _rules(method).costs)
-
-
-def step_slope(method: Method, hyper: Hyper, models: Leaves, samples: Samples, log_h: Tensor) -> tuple[Tensor, Tensor]:
-    """The costs of `step_costs` and their gradient in log h, written out for the default l and R."""
-    lead = hyper.eta.dim()
-    weights = _weights_for_each_model(samples.labelled, samples.unlabelled, hyper)
-    target = samples.target.unsqueeze(lead)
-    if method.sends_nothing and samples.partner is not None:
-        mixed = _mixed_alone(hyper, samples, log_h)
-        costs, slope = local_cost_and_slope(mixed, target, weights)
-        return costs, slope.mul_(mixture_share(log_h.squeeze(lead), mixed.squeeze(lead), hyper.beta).unsqueeze(lead))
-    if method.sends_nothing or not _parts(method).personal:
-        return local_cost_and_slope(log_h, target, weights)
-    own, log_h_lc = log_h.unbind(lead)
-    mixed = _mixed(method, hyper, models, samples, log_h)
-    costs, slope = local_cost_and_slope(torch.stack([own, mixed], lead), target, weights)
-    slope.select(lead, 1).mul_(mixture_share(log_h_lc, mixed, hyper.beta))
-    return costs, slope
-
-
-def step_slope_at_once(method: Method, hyper: Hyper, samples: Samples, outputs: Tensor) -> tuple[Tensor, Tensor] | None:
-    """As `step_slope`, from the networks' outputs and in them, where there is a kernel for it."""
-    mixes = _parts(method).personal and not method.sends_nothing
-    if samples.partner is not None or (mixes and not method.network.same_in_both_modes):
-        return None
-    alphas, beta = (hyper.alpha_p, hyper.alpha_r), hyper.beta if mixes else None
-    return costs_and_slope_at_once(outputs, samples.target, samples.labelled, samples.unlabelled, alphas, beta)
-
-
-def _mixed(method: Method, hyper: Hyper, models: Leaves, samples: Samples, log_h: Tensor) -> Tensor:
-    """log h(theta_p), theta_i its frozen partner (in evaluation mode)."""
-    lead = hyper.eta.dim()
-    frozen = log_h.select(lead, 0).detach()
-    if not method.network.same_in_both_modes:
-        theta_i = method.network.join([leaf.select(lead, 0) for leaf in models])
-        frozen = method.network.log_probabilities(theta_i, samples.x)
-    return mixture(log_h.select(lead, 1), frozen, hyper.beta)
-
-
-def _mixed_alone(hyper: Hyper, samples: Samples, log_h: Tensor) -> Tensor:
-    """log h(theta_p) where theta_lc alone is trained, [..., 1, samples, classes]."""
-    assert samples.partner is not None
-    lead = hyper.eta.dim()
-    return mixture(log_h.squeeze(lead), samples.partner, hyper.beta).unsqueeze(lead)
-
-
-@cache_last_call
-def _weights_for_each_model(labelled: Tensor, unlabelled: Tensor, hyper: Hyper) -> Weights:
-    lead, alphas = hyper.eta.dim(), (hyper.alpha_p[..., None], hyper.alpha_r[..., None])
-    return row_weights(labelled.unsqueeze(lead), unlabelled.unsqueeze(lead), *alphas)
+        return cost if samples.partner is None else cost._replace(beta=hyper.beta, partner=samples.partner)
+    if not _parts(method).personal:
+        return cost
+    if method.network.same_in_both_modes:
+        return cost._replace(beta=hyper.beta)
+    theta_i = method.network.join([leaf.select(hyper.eta.dim(), 0) for leaf in models])
+    return cost._replace(beta=hyper.beta, partner=method.network.log_probabilities(theta_i, samples.x))
 
 
 def momentum(gamma: Tensor, mu: Leaves, correction: Leaves) -> Leaves:

@@ -10,8 +10,8 @@ from torch import Tensor
 from fedcpsl import averaging
 from fedcpsl.algorithm import Method, Traits
 from fedcpsl.averaging import Upload, add_labelled_gradient, descend, model_of, per_slot, stacked
+from fedcpsl.engine import Leaves
 from fedcpsl.errors import InputError
-from fedcpsl.network import Leaves
 from fedcpsl.problem import Samples
 from fedcpsl.schedule import Sizes
 from fedcpsl.setting_types import choice, real, text
@@ -140,7 +140,7 @@ def begin(method: Method, hyper: Hyper, broadcast: Broadcast, _device: Device) -
 def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     """w <- w - eta (g(w; B) + (lam/alpha) (w - u_i))."""
     gradient = pull(hyper.pull, local.models, local.start)
-    costs = add_labelled_gradient(method, hyper, gradient, local.models, samples)
+    costs = add_labelled_gradient(method, gradient, local.models, samples)
     descend(local.models, hyper.eta[..., None], gradient)
     return local._replace(costs=local.costs + costs)
 

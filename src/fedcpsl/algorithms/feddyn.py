@@ -13,7 +13,7 @@ from torch import Tensor
 from fedcpsl import averaging
 from fedcpsl.algorithm import Method, Roster, Traits
 from fedcpsl.averaging import Broadcast, Sum, Upload, add_labelled_gradient, descend, model_of, per_slot, stacked
-from fedcpsl.network import Leaves
+from fedcpsl.engine import Leaves
 from fedcpsl.problem import Samples
 from fedcpsl.schedule import Sizes
 from fedcpsl.setting_types import choice, real, text
@@ -94,7 +94,7 @@ def begin(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device) ->
 def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     """w <- w - eta (g(w; B) + alpha_i (H_i + w - theta^r))."""
     gradient = linear_term(hyper.alpha, local.memory, local.models)
-    costs = add_labelled_gradient(method, hyper, gradient, local.models, samples)
+    costs = add_labelled_gradient(method, gradient, local.models, samples)
     descend(local.models, hyper.eta[..., None], gradient)
     return local._replace(costs=local.costs + costs)
 

@@ -15,15 +15,14 @@ from fedcpsl.algorithms import find_algorithm
 from fedcpsl.config import Config, flat_settings, with_settings
 from fedcpsl.data.federation import Source
 from fedcpsl.data.scaling import Scaling
+from fedcpsl.engine import Network, cache_last_call
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.federation.messages import LARGEST_SEED, sent_tensors
 from fedcpsl.federation.protection import Protection, check_protection
 from fedcpsl.federation.robustness import BY_COORDINATE, Limits, check_limits
 from fedcpsl.federation.server import Rules
 from fedcpsl.federation.terms import Terms, shapes_of, terms_from
-from fedcpsl.memo import cache_last_call
 from fedcpsl.models import choose_model, make_model
-from fedcpsl.network import Network
 from fedcpsl.schedule import stream
 from fedcpsl.settings import AUTO
 from fedcpsl.simulation.setup import choose_eta

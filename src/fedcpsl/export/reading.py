@@ -10,6 +10,7 @@ from torch import nn
 
 from fedcpsl.algorithm import optional
 from fedcpsl.config import Config, with_settings
+from fedcpsl.engine import Network
 from fedcpsl.errors import InputError
 from fedcpsl.export import SUFFIXES
 from fedcpsl.export.files import Weights, read_onnx, read_safetensors, read_torch
@@ -17,7 +18,6 @@ from fedcpsl.export.graph import EXTRA, PersonalModel, Predict, predict_of, with
 from fedcpsl.export.model_manifest import About, Answer, Predictor
 from fedcpsl.methods import resolved
 from fedcpsl.models import make_model
-from fedcpsl.network import Network
 
 ROWS_AT_ONCE = 4096
 

@@ -15,12 +15,12 @@ from fedcpsl.algorithms import traits_of
 from fedcpsl.config import Config
 from fedcpsl.data.scaling import Scaling
 from fedcpsl.data.sources import load_federation
+from fedcpsl.engine import Network
 from fedcpsl.errors import InputError, RunError, did_you_mean
 from fedcpsl.export.graph import PersonalModel, numbers_for, predict_of, with_tensors
 from fedcpsl.export.model_manifest import GLOBAL, About, Predictor, shared_config
 from fedcpsl.methods import hyper_of_device, resolved
 from fedcpsl.models import make_model
-from fedcpsl.network import Network
 from fedcpsl.runs.checkpoint import load_tensors
 from fedcpsl.runs.device_table import read_device_table
 from fedcpsl.runs.folder import is_finished, read_manifest, read_run_config

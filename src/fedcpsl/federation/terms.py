@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fedcpsl.algorithm import Algorithm, Method, optional
+from fedcpsl.engine import Network, cache_last_call
 from fedcpsl.errors import InputError
-from fedcpsl.memo import cache_last_call
 from fedcpsl.methods import numbers_of, resolved, unknown_sizes
-from fedcpsl.network import Network
 from fedcpsl.schedule import Work, work_of
 from fedcpsl.settings import Work as WorkSettings
 from fedcpsl.simulation import Setup

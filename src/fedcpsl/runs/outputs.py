@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fedcpsl.algorithm import optional
 from fedcpsl.data.scaling import Scaling
+from fedcpsl.engine import Network
 from fedcpsl.evaluation import Evaluation
-from fedcpsl.network import Network
 from fedcpsl.runs.checkpoint import save_tensors
 from fedcpsl.runs.confusion import FILE, MOST_COUNTED, Confusion, Counts, to_csv
 from fedcpsl.runs.device_table import COLUMNS, TESTS

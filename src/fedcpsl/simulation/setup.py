@@ -18,9 +18,9 @@ from fedcpsl.algorithm import Algorithm, Method, Traits, optional
 from fedcpsl.algorithms import traits_of
 from fedcpsl.data.federation import Federation
 from fedcpsl.data.ondemand import OnDemand
+from fedcpsl.engine import Network
 from fedcpsl.errors import InputError
 from fedcpsl.methods import numbers_of, resolved
-from fedcpsl.network import Network
 from fedcpsl.problem import Costs
 from fedcpsl.simulation.device_data import DeviceData
 from fedcpsl.simulation.hardware import choose_device, choose_dtype, has_gpu, set_precision

@@ -15,11 +15,11 @@ from fedcpsl.config import Config
 from fedcpsl.data.federation import array_source, federate
 from fedcpsl.data.roles import Shares
 from fedcpsl.data.scaling import Scaling, fit_scaling
+from fedcpsl.engine import Network
 from fedcpsl.errors import InputError
 from fedcpsl.evaluation import own_model
 from fedcpsl.methods import Resolved, numbers_of, resolved, unknown_sizes
 from fedcpsl.models import choose_model, make_model
-from fedcpsl.network import Network
 from fedcpsl.schedule import stream
 from fedcpsl.settings import Work
 from fedcpsl.simulation import Setup, State, prepare, simulate

@@ -1,14 +1,13 @@
 """How far a state is from a solution, over all data of all devices: costs, gradient norms and the paper's gaps."""
 
 from collections.abc import Iterator
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedcpsl.algorithm import Method
-from fedcpsl.algorithms.family import Rules, relabel, step_costs
+from fedcpsl.algorithms.family import Rules, relabel, step_cost
 from fedcpsl.errors import InputError
 from fedcpsl.problem import Samples
 from fedcpsl.schedule import omega
@@ -150,6 +149,6 @@ def _full_gradients(state: State, device: int) -> tuple[Tensor, Tensor]:
     gradients = tuple(map(torch.zeros_like, local.models))
     if not len(samples.x):
         return local.costs, network.join(gradients)
-    cost = partial(step_costs, method, hyper, local.models, samples)
+    cost = step_cost(method, hyper, local.models, samples)
     costs = network.add_gradient(gradients, local.models, samples.x[None], None, cost)
     return costs, network.join(gradients)

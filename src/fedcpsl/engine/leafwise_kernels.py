@@ -57,12 +57,12 @@ def _update(
 
 
 def scale_and_add(leaves: tuple[Tensor, ...], numbers: Tensor, others: tuple[Tensor, ...]) -> None:
-    """As `fedcpsl.leafwise.scale_and_add`."""
+    """As `fedcpsl.engine.leafwise.scale_and_add`."""
     _launch(leaves, numbers.contiguous(), others, numbers.numel(), scales=True)
 
 
 def subtract_scaled(leaves: tuple[Tensor, ...], numbers: Tensor, others: tuple[Tensor, ...]) -> None:
-    """As `fedcpsl.leafwise.subtract_scaled`."""
+    """As `fedcpsl.engine.leafwise.subtract_scaled`."""
     _launch(leaves, numbers.contiguous(), others, numbers.numel(), scales=False)
 
 

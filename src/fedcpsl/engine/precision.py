@@ -1,9 +1,12 @@
-"""Batched matmuls in the precision that a network is to have."""
+"""The precision of products, and whether kernels of our own can be used: on a CUDA GPU, where Triton is installed."""
 
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from fedcpsl.engine.leafwise import has_triton
 
 PRECISIONS = ("ieee", "tf32", "bf16")
 PROGRAMS = 792  # that a GPU runs well side by side: 6 for each of an H200's multiprocessors
@@ -75,3 +78,27 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.baddbmm(total, a, b, torch.float32, out=total)
     else:
         total.baddbmm_(a, b)
+
+
+KINDS = (torch.float32, torch.bfloat16)
+
+
+def own_kernels(arithmetic: Arithmetic, *tensors: Tensor) -> Any:
+    """The module `fedcpsl.engine.launch`, or None where PyTorch's own operations are to do it."""
+    if arithmetic.kernels == "off" or not all(t.is_cuda and t.dtype in KINDS for t in tensors):
+        return None
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return None  # someone wants autograd to see every operation
+    return _launchers()
+
+
+def own_products(arithmetic: Arithmetic, *tensors: Tensor) -> Any:
+    """As `own_kernels`, for kernels that multiply: those of `ieee` are faster than PyTorch's matmul on a Hopper."""
+    kernels = own_kernels(arithmetic, *tensors) if arithmetic.dot else None
+    if kernels and arithmetic == Arithmetic() and not kernels.has_room(tensors[0]):
+        return None
+    return kernels
+
+
+def _launchers() -> Any:
+    return import_module("fedcpsl.engine.launch") if has_triton() else None

@@ -1,6 +1,6 @@
 """The costs of a minibatch and their gradient in a network's outputs, as one Triton kernel.
 
-What log softmax, `fedcpsl.problem.mixture`, `local_cost_and_slope` and `mixture_share` do one after another, in a
+What log softmax, `fedcpsl.problem.mixture`, `local_cost_and_gradient` and `mixture_share` do one after another, in a
 launch instead of twenty: for small networks on a GPU those took longer than the matmuls.
 """
 
@@ -20,24 +20,24 @@ def _log_h(outputs, where, ok):
 
 
 @triton.jit
-def _cost_and_slope(log_h, target, of_loss, of_regulariser, ok):
-    """As `local_cost_and_slope`, the cost of every row without what R has of the label."""
+def _cost_and_gradient(log_h, target, of_loss, of_regulariser, ok):
+    """As `local_cost_and_gradient`, the cost of every row without what R has of the label."""
     flattening = tl.where(ok, of_regulariser * tl.exp(log_h), 0.0)
-    slope = flattening - of_loss * target
-    return tl.sum(slope * log_h, 1), slope + flattening * log_h
+    gradient = flattening - of_loss * target
+    return tl.sum(gradient * log_h, 1), gradient + flattening * log_h
 
 
 @triton.jit
-def _through_softmax(slope, log_h, ok):
-    return slope - tl.where(ok, tl.exp(log_h), 0.0) * tl.sum(slope, 1)[:, None]
+def _through_softmax(gradient, log_h, ok):
+    return gradient - tl.where(ok, tl.exp(log_h), 0.0) * tl.sum(gradient, 1)[:, None]
 
 
 @triton.jit
-def _costs_and_slope(
-    outputs, target, labelled, unlabelled, alpha_p, alpha_r, log_beta, log_rest, costs, slope, samples,
+def _costs_and_gradient(
+    outputs, target, labelled, unlabelled, alpha_p, alpha_r, log_beta, log_rest, costs, gradient, samples,
     MIXED: tl.constexpr, CLASSES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A slot's costs [1 or, MIXED, 2 models] and slopes [.., samples, classes]."""
+    """A slot's costs [1 or, MIXED, 2 models] and gradients [.., samples, classes]."""
     slot = tl.program_id(0)
     MODELS: tl.constexpr = 2 if MIXED else 1
     c = tl.arange(0, BLOCK_C)[None, :]
@@ -57,39 +57,39 @@ def _costs_and_slope(
         of_label *= r * of_unlabelled
         where = ((slot * MODELS) * samples + s)[:, None] * CLASSES + c
         log_h = _log_h(outputs, where, ok)
-        one, sloping = _cost_and_slope(log_h, y, of_loss, of_regulariser, ok)
+        one, one_gradient = _cost_and_gradient(log_h, y, of_loss, of_regulariser, ok)
         cost += one + of_label
-        tl.store(slope + where, _through_softmax(sloping, log_h, ok), mask=ok)
+        tl.store(gradient + where, _through_softmax(one_gradient, log_h, ok), mask=ok)
         if MIXED:
             where += samples * CLASSES
             log_h_lc = _log_h(outputs, where, ok)
             a, b = tl.load(log_beta + slot) + log_h_lc, tl.load(log_rest + slot) + log_h
             larger = tl.maximum(a, b)
             log_h_p = larger + tl.log(tl.exp(a - larger) + tl.exp(b - larger))
-            one, sloping = _cost_and_slope(log_h_p, y, of_loss, of_regulariser, ok)
+            one, one_gradient = _cost_and_gradient(log_h_p, y, of_loss, of_regulariser, ok)
             mixed_cost += one + of_label
-            sloping *= tl.exp(a - log_h_p)  # the localized model's share of the mixture
-            tl.store(slope + where, _through_softmax(sloping, log_h_lc, ok), mask=ok)
+            one_gradient *= tl.exp(a - log_h_p)  # the localized model's share of the mixture
+            tl.store(gradient + where, _through_softmax(one_gradient, log_h_lc, ok), mask=ok)
     tl.store(costs + slot * MODELS, tl.sum(cost, 0))
     if MIXED:
         tl.store(costs + slot * MODELS + 1, tl.sum(mixed_cost, 0))
 
 
-def costs_and_slope(
+def costs_and_gradient(
     outputs: Tensor,
     target: Tensor,
     weights: tuple[Tensor, Tensor],
     alphas: tuple[Tensor, Tensor],
     log_shares: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Costs [slots, models] and slopes, as outputs [slots, models, samples, classes]; two models with `log_shares`."""
+    """Costs [slots, models] and gradients, as outputs [slots, models, samples, classes]; `log_shares`: two models."""
     slots, models, samples, classes = outputs.shape
     outputs, target = outputs.contiguous(), target.contiguous()
-    costs, slope = outputs.new_empty(slots, models), torch.empty_like(outputs)
+    costs, gradient = outputs.new_empty(slots, models), torch.empty_like(outputs)
     given = [t.contiguous() for t in (*weights, *alphas, *(log_shares or alphas))]
     block_s, block_c = (1 << (size - 1).bit_length() for size in (min(samples, 64), max(classes, 2)))
-    _costs_and_slope[(slots,)](
-        outputs, target, *given, costs, slope, samples,
+    _costs_and_gradient[(slots,)](
+        outputs, target, *given, costs, gradient, samples,
         MIXED=log_shares is not None, CLASSES=classes, BLOCK_S=block_s, BLOCK_C=block_c, num_warps=4,
     )  # fmt: skip
-    return costs, slope
+    return costs, gradient

@@ -7,12 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedcpsl.layers import pooled_kernels
-from fedcpsl.layers.geometry import Geometry, channels_first, channels_last
-from fedcpsl.layers.launch_convolution import PROGRAMS, Parts, block, has_room, kept_as, matrix_of, take_back
-from fedcpsl.layers.launch_small import place_strides, unpool
-from fedcpsl.layers.layer_kinds import Layer, Pull
-from fedcpsl.layers.precision import Arithmetic
+from fedcpsl.engine import pooled_kernels
+from fedcpsl.engine.geometry import Geometry, channels_first, channels_last
+from fedcpsl.engine.launch_convolution import (
+    PROGRAMS,
+    Parts,
+    block,
+    has_room,
+    kept_as,
+    matrix_of,
+    place_strides,
+    take_back,
+    unpool,
+)
+from fedcpsl.engine.layer_kinds import Layer, Pull
+from fedcpsl.engine.precision import Arithmetic
 
 TILE = (64, 64, 32, 4, 3)  # a convolution's program: windows, most outputs, most inputs at a time; warps, stages
 TILE_OF_THREE = (64, 64, 16, 4, 3)  # where each product is three

@@ -5,7 +5,7 @@ from typing import NamedTuple, TypeGuard, TypeVar
 
 from torch import Tensor, nn
 
-from fedcpsl.dropout import KeyedDropout
+from fedcpsl.engine.dropout import KeyedDropout
 from fedcpsl.errors import InputError
 
 Named = Mapping[str, Tensor]

@@ -10,7 +10,7 @@ Sums run in a fixed order: no atomics, so the same inputs give the same bits.
 import triton
 import triton.language as tl
 
-from fedcpsl.layers.kernels import _add_dot
+from fedcpsl.engine.kernels import _add_dot
 
 
 @triton.jit

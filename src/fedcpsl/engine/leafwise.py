@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from fedcpsl.memo import cache_last_call
+from fedcpsl.engine.memo import cache_last_call
 
 Leaves = tuple[Tensor, ...]
 
@@ -72,7 +72,7 @@ def _kernels(leaves: Leaves, others: Leaves) -> ModuleType | None:
 
 
 def _loaded() -> ModuleType | None:
-    return import_module("fedcpsl.leafwise_kernels") if has_triton() else None
+    return import_module("fedcpsl.engine.leafwise_kernels") if has_triton() else None
 
 
 @cache

@@ -5,11 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from fedcpsl.dropout import KeyedDropout, kept_by
-from fedcpsl.layers.geometry import Pair, as_grid, rectify_gradient
-from fedcpsl.layers.layer_kinds import Layer, Pull
-from fedcpsl.layers.precision import Arithmetic
-from fedcpsl.layers.triton_available import own_kernels
+from fedcpsl.engine.dropout import KeyedDropout, kept_by
+from fedcpsl.engine.geometry import Pair, as_grid, rectify_gradient
+from fedcpsl.engine.layer_kinds import Layer, Pull
+from fedcpsl.engine.precision import Arithmetic, own_kernels
 
 
 def flatten(x: Tensor) -> tuple[Tensor, Pull]:

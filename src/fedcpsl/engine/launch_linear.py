@@ -8,7 +8,7 @@ from math import ceil
 
 from torch import Tensor
 
-from fedcpsl.layers import kernels
+from fedcpsl.engine import kernels
 
 PROGRAMS = 1056  # that inputs are shared among: 8 for each of an H200's multiprocessors
 MOST_ROWS = {"bf16": 64}  # and 32 in other precisions, in which PyTorch's matmul needs no rounded copies
@@ -32,16 +32,16 @@ def outputs(rows: Tensor, weight: Tensor, bias: Tensor | None, dot: str) -> Tens
     return y if bias is None else y.add_(bias)
 
 
-def x_gradient(slopes: Tensor, weight: Tensor, dot: str) -> Tensor:
-    """slopes [batch, rows, out] times weight [batch, out, in]."""
-    back = slopes.new_empty(*slopes.shape[:2], weight.shape[2])
-    _multiply(slopes, weight, back, (_few(slopes.shape[1]), 128, 64), dot)
+def x_gradient(gradients: Tensor, weight: Tensor, dot: str) -> Tensor:
+    """gradients [batch, rows, out] times weight [batch, out, in]."""
+    back = gradients.new_empty(*gradients.shape[:2], weight.shape[2])
+    _multiply(gradients, weight, back, (_few(gradients.shape[1]), 128, 64), dot)
     return back
 
 
-def add_weight_gradient(total: Tensor, slopes: Tensor, rows: Tensor, dot: str) -> None:
-    """total [batch, out, in] += slopes [batch, rows, out] transposed times rows [batch, rows, in]."""
-    _multiply(slopes.mT, rows, total, (64, 128, _few(rows.shape[1])), dot, add=True)
+def add_weight_gradient(total: Tensor, gradients: Tensor, rows: Tensor, dot: str) -> None:
+    """total [batch, out, in] += gradients [batch, rows, out] transposed times rows [batch, rows, in]."""
+    _multiply(gradients.mT, rows, total, (64, 128, _few(rows.shape[1])), dot, add=True)
 
 
 def _few(rows: int) -> int:

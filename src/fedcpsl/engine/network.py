@@ -12,16 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedcpsl.dropout import with_keyed_dropout
-from fedcpsl.errors import InputError
-from fedcpsl.layers import (
-    PRECISIONS,
-    Arithmetic,
-    Bound,
-    backward,
-    bind,
+from fedcpsl.engine.costs import Cost, Differentiated, differentiated
+from fedcpsl.engine.dropout import with_keyed_dropout
+from fedcpsl.engine.forward_backward import Bound, backward, bind, forward
+from fedcpsl.engine.layer_kinds import (
     differentiated_by_hand,
-    forward,
     is_convolution,
     is_matmul,
     is_parameter_free,
@@ -31,11 +26,11 @@ from fedcpsl.layers import (
     walk,
     whole,
 )
-from fedcpsl.layers.triton_available import own_products
-from fedcpsl.loss_gradient import Cost, Slope, SlopeAtOnce, differentiated, times
-from fedcpsl.memo import as_slots, by_model, cache_last_call, unbound
+from fedcpsl.engine.leafwise import Leaves, subtract_scaled
+from fedcpsl.engine.memo import as_slots, by_model, cache_last_call, unbound
+from fedcpsl.engine.precision import PRECISIONS, Arithmetic, own_products
+from fedcpsl.errors import InputError
 
-Leaves = tuple[Tensor, ...]
 AGREE = 0.02  # of the outputs' norm: a GPU may multiply coarsely
 
 
@@ -125,67 +120,39 @@ class Network:
         convolves = self._by_hand and any(is_convolution(layer) for layer in self._layers)
         return convolves and own_products(self.arithmetic, x) is not None
 
-    def add_gradient(
-        self,
-        into: Leaves,
-        models: Leaves,
-        x: Tensor,
-        keys: Tensor | None,
-        cost: Cost,
-        slope: Slope | None = None,
-        at_once: SlopeAtOnce | None = None,
-    ) -> Tensor:
+    def add_gradient(self, into: Leaves, models: Leaves, x: Tensor, keys: Tensor | None, cost: Cost) -> Tensor:
         """The costs [...] of log h(models; x) in training mode; their gradient in `models` is added to `into`.
 
-        Where `slope` is given, a batched network takes it for the gradient of `cost`, and spares autograd; `at_once`,
-        if it is given too, may do the same from the outputs on.
-
         The first dimensions of all leaves are those of `x` before its samples. With `keys`, one per sample, dropout
-        is active and its masks are drawn from them.
+        is active and its masks are drawn from them. A batched network spares autograd where the gradient of `cost` is
+        known (see `fedcpsl.engine.costs`).
         """
         self._set_mode(training=True)
         lead = self._lead(models)
         if self.batched and lead:
-            # inference mode spares each small operation autograd's bookkeeping, where nothing needs autograd
-            with torch.inference_mode(slope is not None and self._by_hand):
-                return self._add_gradient_batched(into, models, x, keys, slope or differentiated(cost), at_once, lead)
+            return self._add_gradient_batched(into, models, x, keys, differentiated(cost), lead)
         costs, gradients = self._gradients(models, x, keys, cost, lead)
         there = [(total, g) for total, g in zip(by_model(into, lead), gradients, strict=True) if g is not None]
         torch._foreach_add_(*map(list, zip(*there, strict=True)))
         return costs
 
-    def descend(
-        self,
-        models: Leaves,
-        eta: Tensor,
-        x: Tensor,
-        keys: Tensor | None,
-        cost: Cost,
-        slope: Slope | None = None,
-        at_once: SlopeAtOnce | None = None,
-    ) -> Tensor:
-        """As `add_gradient`, of a batched network: models = models - eta gradient, in place; eta is [...].
+    def descend(self, models: Leaves, eta: Tensor, x: Tensor, keys: Tensor | None, cost: Cost) -> Tensor:
+        """As `add_gradient`: models = models - eta gradient, in place; eta is [...].
 
-        Layers take back -eta times the gradient, and each adds its part straight to its parameters, once it has no
-        more use for them: the gradient itself is never in memory.
+        In a batched network layers take back -eta times the gradient, and each adds its part straight to its
+        parameters, once it has no more use for them: the gradient itself is never in memory.
         """
         self._set_mode(training=True)
-        scaled, scaled_at_once = (times(-eta, given) for given in (slope or differentiated(cost), at_once))
-        assert scaled is not None
-        with torch.inference_mode(slope is not None and self._by_hand):
-            lead = self._lead(models)
-            return self._add_gradient_batched(models, models, x, keys, scaled, scaled_at_once, lead)
-
-    def gradient(self, models: Leaves, x: Tensor, keys: Tensor | None, cost: Cost) -> tuple[Tensor, Leaves]:
-        """As `add_gradient`, of a network that is not batched: the gradient itself, for whom that spares a sum."""
-        self._set_mode(training=True)
         lead = self._lead(models)
+        if self.batched:
+            return self._add_gradient_batched(models, models, x, keys, differentiated(cost).times(-eta), lead)
         costs, gradients = self._gradients(models, x, keys, cost, lead)
         both = zip(by_model(models, lead), gradients, strict=True)
         filled = [torch.zeros_like(piece) if g is None else g for piece, g in both]
         each = (filled[i :: len(models)] for i in range(len(models)))  # a leaf's gradients in all models
-        leaves = (g[0] if len(g) == 1 else torch.stack(g) for g in each)
-        return costs, tuple(g.reshape(leaf.shape) for g, leaf in zip(leaves, models, strict=True))
+        stacked = (g[0] if len(g) == 1 else torch.stack(g) for g in each)
+        subtract_scaled(models, eta, tuple(g.reshape(leaf.shape) for g, leaf in zip(stacked, models, strict=True)))
+        return costs
 
     def _gradients(
         self, models: Leaves, x: Tensor, keys: Tensor | None, cost: Cost, lead: torch.Size
@@ -198,26 +165,21 @@ class Network:
             return costs.detach(), torch.autograd.grad(costs.sum(), leaves, allow_unused=True)
 
     def _add_gradient_batched(
-        self,
-        into: Leaves,
-        models: Leaves,
-        x: Tensor,
-        keys: Tensor | None,
-        slope: Slope,
-        at_once: SlopeAtOnce | None,
-        lead: torch.Size,
+        self, into: Leaves, models: Leaves, x: Tensor, keys: Tensor | None, cost: Differentiated, lead: torch.Size
     ) -> Tensor:
-        keys = None if keys is None else as_slots(keys, lead)
-        outputs, pulls = forward(self._learning(models, into) or self._bound(models, into), as_slots(x, lead), keys)
-        found = at_once(outputs) if at_once and len(lead) == 2 else None
-        if found:
-            backward(pulls, found[1])
-            return found[0]
-        log_h = torch.log_softmax(outputs, -1)
-        costs, gradient = slope(log_h.view(*lead, *log_h.shape[2:]))
-        gradient = gradient.reshape(log_h.shape)
-        backward(pulls, torch.ops.aten._log_softmax_backward_data(gradient, log_h, -1, log_h.dtype))
-        return costs
+        # inference mode spares each small operation autograd's bookkeeping, where nothing needs autograd
+        with torch.inference_mode(cost.by_hand and self._by_hand):
+            keys = None if keys is None else as_slots(keys, lead)
+            outputs, pulls = forward(self._learning(models, into) or self._bound(models, into), as_slots(x, lead), keys)
+            found = cost.fused(outputs) if cost.fused and len(lead) == 2 else None
+            if found:
+                backward(pulls, found[1])
+                return found[0]
+            log_h = torch.log_softmax(outputs, -1)
+            costs, gradient = cost.gradient(log_h.view(*lead, *log_h.shape[2:]))
+            gradient = gradient.reshape(log_h.shape)
+            backward(pulls, torch.ops.aten._log_softmax_backward_data(gradient, log_h, -1, log_h.dtype))
+            return costs
 
     def _lead(self, leaves: Leaves) -> torch.Size:
         return leaves[0].shape[: leaves[0].dim() - self._first_rank]
