@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fedcpsl import Algorithm, Federation, Run, Work, prepare
 from fedcpsl.models import cnn
-from fedcpsl.simulation import timing
+from fedcpsl.simulation import tuning
 
 DEVICES, BATCH = 2, 64
 ETA, ETA_LC, GAMMA, BETA, ALPHA_P, ALPHA_R = 0.002, 0.004, 0.8, 0.75, 0.03, 0.01
@@ -121,10 +121,10 @@ def ours(processes: int | str) -> Callable[[int], float]:
     federation = Federation.from_arrays(x, np.where(unlabelled, -1, y), owner, normalise=False)
     algorithm = Algorithm(eta=ETA, gamma=GAMMA, beta=BETA, alpha_p=ALPHA_P, alpha_r=ALPHA_R)
     setup = prepare(federation, cnn((3, 32, 32), 10), algorithm, Work(active=DEVICES), Run(processes=processes))
-    layout = timing.Layout(setup.executor, setup.slots, setup.processes)
+    layout = tuning.Layout(setup.executor, setup.slots, setup.processes)
 
     def measure(steps: int) -> float:
-        return min(1 / timing.device_steps_per_second(setup, layout, steps * 0.15) for _ in range(2))
+        return min(1 / tuning.device_steps_per_second(setup, layout, steps * 0.15) for _ in range(2))
 
     return measure
 

@@ -12,7 +12,7 @@ from sphinx.util import logging
 
 import fedcpsl
 from fedcpsl.config import FLAGS, Config, other_algorithm_settings
-from fedcpsl.setting_types import toml_value
+from fedcpsl.settings import toml_value
 
 project = "fedcpsl"
 release = version = fedcpsl.__version__

@@ -7,7 +7,7 @@ import fedcpsl
 
 ROOT = Path(fedcpsl.__file__).parent
 ORDER = [
-    ["errors", "setting_types", "progress", "torchrun", "trees", "__init__"],
+    ["errors", "progress", "torchrun", "trees", "__init__"],
     ["settings"],
     ["models", "problem", "schedule"],
     ["engine"],
@@ -18,7 +18,6 @@ ORDER = [
     ["data"],
     ["simulation"],
     ["evaluation"],
-    ["captured_evaluation"],
     ["theory"],
     ["sklearn"],
     ["recorded_runs", "runs"],

@@ -5,24 +5,26 @@ import torch
 
 from fedcpsl.config import Config, with_settings
 from fedcpsl.runs.experiment import build, load_data
-from fedcpsl.simulation import executors, labels, simulate
+from fedcpsl.simulation import executors, minibatches, simulate
 from fedcpsl.simulation.round_request import Slot
 
 
-@pytest.mark.parametrize("together", [labels.ROWS_TOGETHER, 40])  # all rows of the devices, and a few at a time
+@pytest.mark.parametrize("together", [minibatches.ROWS_TOGETHER, 40])  # all rows of the devices, and a few at a time
 @pytest.mark.parametrize("how", ["closed_form", "gradient"])  # which needs each device's own count of samples
 def test_side_by_side_or_one_after_another(monkeypatch, together, how):
-    monkeypatch.setattr(labels, "ROWS_TOGETHER", together)
+    monkeypatch.setattr(minibatches, "ROWS_TOGETHER", together)
     gaps = []
 
     def both_ways(asks, ground):
         before = ground.targets.clone()
-        due = [Slot(run, ask, task) for run, ask in enumerate(asks) for task in ask.plan if labels.is_due(ask, task)]
-        labels._renew_together(due, ground)
+        due = [
+            Slot(run, ask, task) for run, ask in enumerate(asks) for task in ask.plan if minibatches.is_due(ask, task)
+        ]
+        minibatches._renew_together(due, ground)
         side_by_side = ground.targets.clone()
         ground.targets.copy_(before)
-        labels.renew_labels(asks, ground)
-        assert len({labels._rows(slot).stop - labels._rows(slot).start for slot in due}) > 1
+        minibatches.renew_labels(asks, ground)
+        assert len({minibatches._rows(slot).stop - minibatches._rows(slot).start for slot in due}) > 1
         assert not torch.equal(ground.targets, before)
         gaps.append((ground.targets - side_by_side).abs().max().item())
 

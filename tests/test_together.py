@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from fedcpsl import captured_evaluation, config
-from fedcpsl.captured_evaluation import examiner
+from fedcpsl import config, evaluation
 from fedcpsl.data.federation import Federation
-from fedcpsl.evaluation import evaluate, evaluate_together
+from fedcpsl.evaluation import evaluate, evaluate_together, examiner
 from fedcpsl.simulation import prepare, simulate, simulate_together
 from fedcpsl.simulation.executors import groups
-from fedcpsl.simulation.memory import slots_that_fit
 from fedcpsl.simulation.round_request import RoundRequest, joint_training_data
 from fedcpsl.simulation.rounds import draw_plan, initial_state
+from fedcpsl.simulation.tuning import slots_that_fit
 
 from .conftest import small_federation, small_model
 from .test_conformance import WORK, assert_equal
@@ -185,9 +184,9 @@ def test_on_a_gpu_a_captured_evaluation_is_the_evaluation(work):
 def test_a_cpu_takes_no_more_side_by_side_than_its_caches_hold(monkeypatch):
     run = config.Run(executor="vectorised", processes=2, device="cpu")
     made = setups(run, cases=CASES[:4])  # 2, 3, 4 and 2 active devices: 6 for one of two processes
-    monkeypatch.setattr("fedcpsl.simulation.memory.CACHES", 5 * 4 * made[0].method.network.initial.numel() * 6)
+    monkeypatch.setattr("fedcpsl.simulation.tuning.CACHES", 5 * 4 * made[0].method.network.initial.numel() * 6)
     assert slots_that_fit(made) == 0
-    monkeypatch.setattr("fedcpsl.simulation.memory.CACHES", 5 * 4 * made[0].method.network.initial.numel() * 4)
+    monkeypatch.setattr("fedcpsl.simulation.tuning.CACHES", 5 * 4 * made[0].method.network.initial.numel() * 4)
     assert slots_that_fit(made) == 4
     assert slots_that_fit(made[:1]) == 0
 
@@ -201,9 +200,9 @@ def test_localized_models_are_examined_a_few_at_a_time(monkeypatch):
     whole = network.log_probabilities
     monkeypatch.setattr(network, "log_probabilities", lambda *given: asked.append(len(given[1])) or whole(*given))
     monkeypatch.setattr(
-        captured_evaluation, "ROWS_AT_ONCE", 2 * max(np.diff(s.setup.device_data.test.start).max() for s in after)
+        evaluation, "ROWS_SIDE_BY_SIDE", 2 * max(np.diff(s.setup.device_data.test.start).max() for s in after)
     )
-    anew = captured_evaluation._with_new_localized(after, earlier)
+    anew = evaluation._with_new_localized(after, earlier)
     assert len(asked) > 1
     assert max(asked) == 2
     for state, made in zip(after, anew, strict=True):

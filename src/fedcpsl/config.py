@@ -7,8 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fedcpsl.errors import InputError, did_you_mean
-from fedcpsl.setting_types import toml_value
-from fedcpsl.settings import AUTO, FAMILY, Algorithm, Data, Model, Run, Work
+from fedcpsl.settings import AUTO, FAMILY, Algorithm, Data, Model, Run, Work, toml_value
 
 __all__ = ["AUTO", "FLAGS", "Algorithm", "Config", "Data", "Model", "Run", "Work"]
 

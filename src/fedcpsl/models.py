@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedcpsl.errors import InputError, did_you_mean
-from fedcpsl.setting_types import toml_value
-from fedcpsl.settings import AUTO
+from fedcpsl.settings import AUTO, toml_value
 
 NAMES = ("mlp", "cnn", "resnet8", "cnn1d", "logistic")
 _OF_THE_PAPER = {"mnist": "mlp", "fashion-mnist": "mlp", "cifar10": "cnn"}

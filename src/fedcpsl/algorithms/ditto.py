@@ -14,8 +14,7 @@ from fedcpsl.engine import Leaves
 from fedcpsl.errors import InputError
 from fedcpsl.problem import Samples
 from fedcpsl.schedule import Sizes
-from fedcpsl.setting_types import real, text
-from fedcpsl.settings import AUTO
+from fedcpsl.settings import AUTO, real, text
 
 VARIANTS = {"ditto": Traits(unlabelled=False, personal=True, models=2, gradients_per_step=2)}
 RECORDED = {"personal": "device.v"}

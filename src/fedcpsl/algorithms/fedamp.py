@@ -14,8 +14,7 @@ from fedcpsl.engine import Leaves
 from fedcpsl.errors import InputError
 from fedcpsl.problem import Samples
 from fedcpsl.schedule import Sizes
-from fedcpsl.setting_types import choice, real, text
-from fedcpsl.settings import AUTO
+from fedcpsl.settings import AUTO, choice, real, text
 
 VARIANTS = {"fedamp": Traits(unlabelled=False, personal=True)}
 RECORDED = {"personal": "device.w", "cloud": "broadcast.u"}

@@ -16,8 +16,7 @@ from fedcpsl.averaging import Broadcast, Sum, Upload, add_labelled_gradient, des
 from fedcpsl.engine import Leaves
 from fedcpsl.problem import Samples
 from fedcpsl.schedule import Sizes
-from fedcpsl.setting_types import choice, real, text
-from fedcpsl.settings import AUTO
+from fedcpsl.settings import AUTO, choice, real, text
 
 VARIANTS = {"feddyn": Traits(unlabelled=False, personal=False)}
 RECORDED = {"Hbar": "server.mean_memory", "H": "device.memory"}

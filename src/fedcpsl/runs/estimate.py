@@ -14,14 +14,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fedcpsl.captured_evaluation import examiner
 from fedcpsl.config import Config
+from fedcpsl.evaluation import examiner
 from fedcpsl.runs.checkpoint import KEPT
 from fedcpsl.runs.experiment import Experiment, build
 from fedcpsl.schedule import draw_active, draw_steps
 from fedcpsl.simulation import Setup, State, simulate
-from fedcpsl.simulation.memory import slots_that_fit
 from fedcpsl.simulation.store import free_bytes
+from fedcpsl.simulation.tuning import slots_that_fit
 from fedcpsl.theory import gap
 
 TRIAL = 1.0  # seconds of rounds of one step, and again of rounds of several

@@ -29,12 +29,11 @@ from fedcpsl.runs.split_summary import write_holdings
 from fedcpsl.schedule import stream
 from fedcpsl.settings import AUTO, Run
 from fedcpsl.simulation import Setup, State, prepare, simulate_together
-from fedcpsl.simulation.memory import slots_that_fit
-from fedcpsl.simulation.on_demand_data import choose_tested_count
+from fedcpsl.simulation.device_data import choose_tested_count
 from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.rounds import settle
 from fedcpsl.simulation.setup import choose_eta
-from fedcpsl.simulation.timing import Layout, fastest, laid_out
+from fedcpsl.simulation.tuning import Layout, fastest, laid_out, slots_that_fit
 from fedcpsl.theory import applies
 
 SAVED_AT_ONCE = 8  # runs; each has a tensor or two of its own in memory

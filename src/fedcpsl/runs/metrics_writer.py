@@ -6,9 +6,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from fedcpsl.captured_evaluation import examiner
 from fedcpsl.errors import RunError
-from fedcpsl.evaluation import Evaluation, Pending
+from fedcpsl.evaluation import Evaluation, Pending, examiner
 from fedcpsl.runs import folder as files
 from fedcpsl.simulation import State
 from fedcpsl.theory import gap

@@ -18,8 +18,8 @@ from fedcpsl.runs import folder as files
 from fedcpsl.runs.comparison import Case, Plan, run_folder, same_data
 from fedcpsl.runs.experiment import Member, Outcome, build, load_data, resume_together, start_together
 from fedcpsl.runs.metrics_writer import Watch
-from fedcpsl.simulation.memory import runs_that_fit
 from fedcpsl.simulation.ranks import world
+from fedcpsl.simulation.tuning import runs_that_fit
 
 
 class Planned(NamedTuple):

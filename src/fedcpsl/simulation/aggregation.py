@@ -11,10 +11,10 @@ from torch import Tensor
 from fedcpsl.algorithm import optional
 from fedcpsl.schedule import omega
 from fedcpsl.simulation.executors import Finished
+from fedcpsl.simulation.hardware import to_device
 from fedcpsl.simulation.round_request import RoundRequest, Slot, expanded, hyper_of
 from fedcpsl.simulation.state import State
 from fedcpsl.simulation.store import put
-from fedcpsl.simulation.to_device import to_device
 from fedcpsl.trees import Tree, leaves, map_tensors, rebuilt
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedcpsl.errors import RunError
 from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation.executors import Finished, all_finite, example_of
-from fedcpsl.simulation.labels import is_due
+from fedcpsl.simulation.minibatches import is_due
 from fedcpsl.simulation.ranks import all_numbers, all_values, join, texts
 from fedcpsl.simulation.round_request import RoundRequest, TrainingData
 from fedcpsl.trees import Tree, leaves, rebuilt

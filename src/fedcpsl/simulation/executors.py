@@ -14,11 +14,10 @@ from torch import Tensor
 from fedcpsl.algorithm import Algorithm, Method, alike, merged_method
 from fedcpsl.device_round import device_round
 from fedcpsl.schedule import DeviceRound
-from fedcpsl.simulation.labels import renew_labels
-from fedcpsl.simulation.minibatches import BatchPlan, batch_plan, minibatches
+from fedcpsl.simulation.hardware import to_device
+from fedcpsl.simulation.minibatches import BatchPlan, batch_plan, minibatches, renew_labels
 from fedcpsl.simulation.round_request import RoundRequest, Slot, TrainingData, hyper_of, states_of
 from fedcpsl.simulation.setup import Setup
-from fedcpsl.simulation.to_device import to_device
 from fedcpsl.trees import Tree, leaves, map_tensors
 
 

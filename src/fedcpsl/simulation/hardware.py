@@ -1,11 +1,23 @@
-"""What to compute on, and how exactly."""
+"""What to compute on and how exactly, and numbers on their way there."""
+
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedcpsl import config as settings
 from fedcpsl.errors import InputError
 from fedcpsl.simulation.ranks import world
 from fedcpsl.torchrun import local_rank
+
+
+def to_device(values: Any, where: torch.device) -> Tensor:
+    """A list or array as a tensor on a device.
+
+    To a GPU it goes from pinned memory: else the host would wait until the GPU has done all that it was given before.
+    """
+    tensor = torch.as_tensor(values)
+    return tensor.pin_memory().to(where, non_blocking=True) if where.type == "cuda" else tensor.to(where)
 
 
 def has_gpu() -> bool:

@@ -22,9 +22,8 @@ from fedcpsl.engine import Network
 from fedcpsl.errors import InputError
 from fedcpsl.methods import numbers_of, resolved
 from fedcpsl.problem import Costs
-from fedcpsl.simulation.device_data import DeviceData
+from fedcpsl.simulation.device_data import DeviceData, device_data_of
 from fedcpsl.simulation.hardware import choose_device, choose_dtype, has_gpu, set_precision
-from fedcpsl.simulation.on_demand_data import device_data_of
 from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.store import choose_store
 from fedcpsl.trees import Tree, bytes_of, map_tensors

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedcpsl.errors import RunError
 from fedcpsl.schedule import DeviceRound
-from fedcpsl.simulation.on_demand_data import put_back, stock
+from fedcpsl.simulation.device_data import put_back, stock
 from fedcpsl.simulation.setup import Setup
 from fedcpsl.simulation.store import Sparse, sparse_states, wake
 from fedcpsl.trees import Tree, map_tensors

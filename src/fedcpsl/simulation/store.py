@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedcpsl.errors import RunError
 from fedcpsl.settings import AUTO
-from fedcpsl.simulation.to_device import to_device
+from fedcpsl.simulation.hardware import to_device
 from fedcpsl.trees import Tree, leaves, map_tensors
 
 SHARE = 0.5  # of the accelerator's free memory that all states may take

@@ -1,7 +1,7 @@
 """Local rounds on several processes: on a CPU each core then works alone, without waiting for the others.
 
-The workers are forked once, after the data is in place, so nothing but schedules and notes passes between them; device
-states, pseudo-labels, the broadcast and what devices upload lie in memory that all of them see.
+The workers are forked once, after the data is in place, so only schedules and short notes pass between them; device
+states, pseudo-labels, the broadcast and what devices upload lie in memory that all of them share.
 """
 
 import gc
@@ -14,20 +14,69 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedcpsl.errors import RunError
 from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation.capture import captured_steps
 from fedcpsl.simulation.exchange import exchanged
-from fedcpsl.simulation.executors import Finished, LocalRounds, local_rounds
+from fedcpsl.simulation.executors import Finished, LocalRounds, example_of, local_rounds
 from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.round_request import RoundRequest, TrainingData
-from fedcpsl.simulation.shared_results import Result, found, leave, shared_memory_for
-from fedcpsl.trees import Tree, map_tensors
+from fedcpsl.simulation.store import shared_zeros
+from fedcpsl.trees import Tree, leaves, map_tensors, rebuilt
+
+Result = tuple[Tree, Tree]  # what a device keeps, and its upload
+
+
+class Note(NamedTuple):
+    """What a worker says of some devices' results; the rest of them is on the shared."""
+
+    run: int
+    group: list[DeviceRound]
+    row: int  # the first on the shared
+    empty: list[bool]  # which tensors of the result are, where others of the run are not
+    numbers: tuple[NDArray[Any], ...]  # costs and fine of `Finished`
+
+
+def shared_memory_for(ask: RoundRequest) -> Result:
+    """Room for as many devices as a round of the run can have; a round overwrites what the one before left.
+
+    Its memory counts once it is used.
+    """
+    setup = ask.setup
+    everyone = setup.method.traits.everyone or setup.personal_rounds
+    rows = setup.devices if everyone else min(setup.work.active, setup.devices)
+    return map_tensors(lambda t: shared_zeros((rows, *t.shape), t.dtype), example_of(ask, setup.method)[:2])
+
+
+def leave(shared: Result, row: int, finished: Finished) -> Note:
+    """Put results on the shared, from a row on."""
+    mine, empty = slice(row, row + len(finished.group)), []
+    for room, new in zip(leaves(shared), leaves((finished.device, finished.upload)), strict=True):
+        empty.append(not new.numel())
+        if new.numel():
+            room[mine] = new
+    numbers = (finished.costs, finished.fine)
+    return Note(finished.run, finished.group, row, empty, tuple(t.numpy() for t in numbers))
+
+
+def found(shared_results: Sequence[Result], note: Note) -> Finished:
+    """The results that a note speaks of: good until the next round."""
+    shared, mine = shared_results[note.run], slice(note.row, note.row + len(note.group))
+
+    def taken(room: Tensor, *, empty: bool) -> Tensor:
+        return room[mine][:, :0] if empty and room.dim() > 1 else room[mine]
+
+    pieces = [taken(room, empty=empty) for room, empty in zip(leaves(shared), note.empty, strict=True)]
+    device, upload = rebuilt(shared, pieces)
+    costs, fine = map(torch.from_numpy, note.numbers)
+    return Finished(note.run, note.group, device, upload, costs, fine)
+
 
 # glibc keeps what is freed, if not larger than a piece freed before, up to this; else pages are made anew every time
 KEPT = 31 << 20
