@@ -20,7 +20,7 @@ from fedcpsl.config import algorithm_settings
 from fedcpsl.models import make_model
 from fedcpsl.simulation import initial_state
 from fedcpsl.simulation.executors import local_rounds
-from fedcpsl.simulation.round_request import RoundRequest, told_to, training_data_of
+from fedcpsl.simulation.round_request import RoundRequest, broadcasts_to, training_data_of
 from fedcpsl.simulation.rounds import draw_plan, next_state
 from fedcpsl.trees import Tree, named_leaves
 
@@ -44,9 +44,9 @@ def uploads(name: str, model: str) -> tuple[int, int]:
     setup = prepare(federation(shape), network, settings, work, Run(device="cpu", processes=1))
     state = initial_state(setup)
     plan = draw_plan(state)
-    sent, rows = told_to(setup, state.server, [task.device for task in plan])
-    ask = RoundRequest(setup, plan, state.devices, sent, rows=rows)
-    finished = next(iter(local_rounds([ask], training_data_of(setup.device_data, state.targets.clone()))))
+    sent, rows = broadcasts_to(setup, state.server, [task.device for task in plan])
+    request = RoundRequest(setup, plan, state.devices, sent, rows=rows)
+    finished = next(iter(local_rounds([request], training_data_of(setup.device_data, state.targets.clone()))))
     message = 0 if setup.method.traits.alone else len(save(_message(finished.upload)))
     before = initial_state(setup)
     counted = (next_state(before, plan).uplink_bytes - before.uplink_bytes) // len(plan)

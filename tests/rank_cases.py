@@ -71,10 +71,10 @@ def ends():
     return {name: t.clone().contiguous() for name, t in found.items()}
 
 
-def failing(asks, ground):
+def failing(requests, data):
     if dist.get_rank() == 1:
         raise RuntimeError("no room left")
-    return local_rounds(asks, ground)
+    return local_rounds(requests, data)
 
 
 if __name__ == "__main__":

@@ -117,9 +117,11 @@ def test_rounds_of_growing_size_make_a_larger_stage():
         state = initial_state(setup)
         work = setup.work._replace(active=active, unit="steps", amount=amount)
         plan = draw_plan(state._replace(setup=setup._replace(work=work)))
-        ask = RoundRequest(setup, plan, state.devices, state.server)
+        request = RoundRequest(setup, plan, state.devices, state.server)
         ends = [
-            next(iter(local_rounds([ask], training_data_of(setup.device_data, state.targets.clone()), take_steps=t)))
+            next(
+                iter(local_rounds([request], training_data_of(setup.device_data, state.targets.clone()), take_steps=t))
+            )
             for t in (take, None)
         ]
         assert torch.allclose(ends[0].upload.delta, ends[1].upload.delta, rtol=1e-10, atol=1e-12)

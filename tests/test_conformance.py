@@ -15,7 +15,7 @@ from fedcpsl.problem import Samples
 from fedcpsl.runs.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from fedcpsl.schedule import DeviceRound, draw_tasks
 from fedcpsl.simulation import initial_state, prepare, simulate
-from fedcpsl.simulation.round_request import RoundRequest, told_to
+from fedcpsl.simulation.round_request import RoundRequest, broadcasts_to
 from fedcpsl.simulation.rounds import next_state
 from fedcpsl.trees import leaves, map_tensors, named_leaves
 
@@ -77,8 +77,8 @@ def assert_equal(a, b, tolerance=1e-10):
 
 def stacked_broadcast(setup, server, devices):
     """What some devices are sent, as slots side by side are given it."""
-    broadcast, rows = told_to(setup, server, devices)
-    return RoundRequest(setup, (), (), broadcast, rows=rows).told_each(devices)
+    broadcast, rows = broadcasts_to(setup, server, devices)
+    return RoundRequest(setup, (), (), broadcast, rows=rows).broadcast_to_each(devices)
 
 
 @pytest.mark.parametrize("name", NAMES)

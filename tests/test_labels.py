@@ -15,18 +15,21 @@ def test_side_by_side_or_one_after_another(monkeypatch, together, how):
     monkeypatch.setattr(minibatches, "ROWS_TOGETHER", together)
     gaps = []
 
-    def both_ways(asks, ground):
-        before = ground.targets.clone()
+    def both_ways(requests, data):
+        before = data.targets.clone()
         due = [
-            Slot(run, ask, task) for run, ask in enumerate(asks) for task in ask.plan if minibatches.is_due(ask, task)
+            Slot(run, request, task)
+            for run, request in enumerate(requests)
+            for task in request.plan
+            if minibatches.is_due(request, task)
         ]
-        minibatches._renew_together(due, ground)
-        side_by_side = ground.targets.clone()
-        ground.targets.copy_(before)
-        minibatches.renew_labels(asks, ground)
+        minibatches._renew_together(due, data)
+        side_by_side = data.targets.clone()
+        data.targets.copy_(before)
+        minibatches.renew_labels(requests, data)
         assert len({minibatches._rows(slot).stop - minibatches._rows(slot).start for slot in due}) > 1
-        assert not torch.equal(ground.targets, before)
-        gaps.append((ground.targets - side_by_side).abs().max().item())
+        assert not torch.equal(data.targets, before)
+        gaps.append((data.targets - side_by_side).abs().max().item())
 
     monkeypatch.setattr(executors, "renew_labels", both_ways)
     settings = {"work.rounds": 2, "run.executor": "vectorised", "run.processes": 1, "run.dtype": "float64"}

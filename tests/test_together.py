@@ -11,7 +11,7 @@ from fedcpsl.data.federation import Federation
 from fedcpsl.evaluation import evaluate, evaluate_together, examiner
 from fedcpsl.simulation import prepare, simulate, simulate_together
 from fedcpsl.simulation.executors import groups
-from fedcpsl.simulation.round_request import RoundRequest, joint_training_data
+from fedcpsl.simulation.round_request import RoundRequest, joint_data
 from fedcpsl.simulation.rounds import draw_plan, initial_state
 from fedcpsl.simulation.tuning import slots_that_fit
 
@@ -117,9 +117,9 @@ def test_what_has_the_same_shapes_is_one_group():
     run = config.Run(executor="vectorised", dtype="float64", processes=1, device="cpu")
     made = setups(run, cases=[{"name": n} for n in ("fedcpsl", "apfsl", "fedcpsl", "apfl", "fedavg", "fedshvrp")])
     states = [initial_state(setup) for setup in made]
-    asks = [RoundRequest(s.setup, draw_plan(s), s.devices, s.setup.algorithm.broadcast(s.server)) for s in states]
-    ground = joint_training_data([setup.device_data for setup in made], [state.targets for state in states])
-    runs = [sorted({slot.run for slot in group}) for _, group in groups(asks, ground)]
+    requests = [RoundRequest(s.setup, draw_plan(s), s.devices, s.setup.algorithm.broadcast(s.server)) for s in states]
+    data = joint_data([setup.device_data for setup in made], [state.targets for state in states])
+    runs = [sorted({slot.run for slot in group}) for _, group in groups(requests, data)]
     assert runs == [[0, 1, 2], [3], [4], [5]]
 
 

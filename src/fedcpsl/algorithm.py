@@ -2,8 +2,8 @@
 
 An algorithm is a module under `fedcpsl/algorithms/` with the functions of `Algorithm` below, each for **one
 device** (or, `apply` and `admit`, for the server). They are pure (but that a device may reuse the memory of its own
-working state): whoever calls them, a loop, many slots side by side or a real device behind a network, changes
-speed, never the answer. Every tensor may carry leading dimensions,
+working state): the caller, a loop, many slots side by side or a real device behind a network, changes speed, never
+the answer. Every tensor may carry leading dimensions,
 one slot per device, so reduce over named trailing dimensions only; the conformance tests check that.
 
 **An algorithm owns its states.** Each is a NamedTuple of tensors that its file declares; everybody else treats it as
@@ -122,7 +122,7 @@ class Algorithm(Protocol):
         ...
 
     def apply(self, method: Method, server: Tree, total: Tree, devices: int) -> Tree:
-        """The `Server` after a round, of so many devices in all."""
+        """The `Server` after a round; `devices` is how many have joined."""
         ...
 
     def admit(self, method: Method, server: Tree, before: "Roster", after: "Roster") -> Tree:
@@ -130,7 +130,7 @@ class Algorithm(Protocol):
         ...
 
     def general_model(self, method: Method, server: Tree) -> Tensor | None:
-        """The model that answers for whoever has none of their own, [parameters]; None without a server."""
+        """The model for devices that have none of their own, [parameters]; None without a server."""
         ...
 
     def received_model(self, method: Method, broadcast: Tree) -> Tensor | None:

@@ -113,7 +113,7 @@ def predict_general(_method: Method, _hyper: Any, log_h: Tensor | None, _log_h_o
 
 
 def predict_own(_method: Method, _hyper: Any, log_h: Tensor | None, log_h_own: Tensor | None) -> Tensor:
-    """h of the device's own model; whoever has none is answered by the general one."""
+    """h of the device's own model; the general one's where it has none."""
     found = log_h if log_h_own is None else log_h_own
     assert found is not None
     return found

@@ -65,7 +65,7 @@ def check(section: str, values: Any) -> None:
 
 
 def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
-    """The config with `section.key` values put in, each checked. The algorithm's name says which others it has."""
+    """The config with `section.key` values put in, each checked. The algorithm decides which others there are."""
     if "algorithm.name" in values:
         config = replace(config, algorithm=_for_algorithm(config.algorithm, values["algorithm.name"]))
     for name, value in values.items():

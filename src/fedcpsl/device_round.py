@@ -1,4 +1,4 @@
-"""One device's round, for whoever runs one device at a time: the simulator's loop, `adapt`, a real device."""
+"""One device's round, used by all that run one device at a time: the simulator's loop, `adapt`, a real device."""
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -54,7 +54,7 @@ def device_round(
     minibatches: Iterable[Samples],
     stop_after: Callable[[int], bool] = lambda _: False,
 ) -> Trained:
-    """begin, a step on each minibatch until `stop_after` so many, finish."""
+    """begin, a step on each minibatch until `stop_after(steps)`, finish."""
     local, steps = algorithm.begin(method, hyper, broadcast, device), 0
     for samples in minibatches:
         local, steps = algorithm.step(method, hyper, local, samples), steps + 1

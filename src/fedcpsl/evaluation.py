@@ -1,6 +1,7 @@
 """How good the models are: per device and over all, for the personal, the global and the localized model."""
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -197,9 +198,10 @@ def predict(state: State, held: Held, earlier: Predictions | None = None, model:
         localized, changed = x.new_empty(len(x), network.classes), np.ones(setup.devices, bool)
     else:
         localized, changed = earlier.localized.clone(), earlier.made_by != versions
-    for i in np.flatnonzero(changed & (np.diff(held.start) > 0)).tolist():
+    renewed = np.flatnonzero(changed & (np.diff(held.start) > 0)).tolist()
+    for i, model_of_i in zip(renewed, own_models(state, renewed), strict=True):
         rows = held.rows(i)
-        localized[rows] = network.log_probabilities(own_model(state, i), x[rows])
+        localized[rows] = network.log_probabilities(model_of_i, x[rows])
     hyper = earlier.hyper if earlier else None
     if hyper is None:
         hyper = map_tensors(lambda t: t[held.device], setup.hyper)  # every sample a slot of its own
@@ -208,11 +210,14 @@ def predict(state: State, held: Held, earlier: Predictions | None = None, model:
     return Predictions(personal, general, localized, versions, hyper)
 
 
-def own_model(state: State, device: int) -> Tensor:
-    """The model of a device's own, where the algorithm has such models."""
-    found = state.setup.algorithm.own_model(state.setup.method_after(state.round), state.device(device))
-    assert found is not None
-    return found
+def own_models(state: State, devices: Sequence[int]) -> list[Tensor]:
+    """The models of some devices' own, where the algorithm has such models."""
+    method, own_model = state.setup.method_after(state.round), state.setup.algorithm.own_model
+    if state.sparse is None:
+        of_all = own_model(method, state.devices)
+        assert of_all is not None
+        return [of_all[device] for device in devices]
+    return [model for device in devices if (model := own_model(method, state.device(device))) is not None]
 
 
 def versions_of(state: State) -> NDArray[np.int64]:
@@ -320,7 +325,7 @@ def examiner() -> Examine:
 
 @torch.no_grad()
 def _with_new_localized(states: Sequence[State], earlier: Sequence[Predictions]) -> list[Predictions]:
-    """Predict anew, in place, with the localized models that have changed, those of all runs side by side."""
+    """Update predictions in place with the localized models that have changed, those of all runs side by side."""
     tests = [state.setup.device_data.test for state in states]
     changed = [
         (run, int(device))
@@ -338,7 +343,8 @@ def _with_new_localized(states: Sequence[State], earlier: Sequence[Predictions])
             x = tests[same].x.new_zeros(len(some), most, *tests[same].x.shape[1:])
             for place, (run, _), own in zip(x, some, rows, strict=True):
                 place[: own.stop - own.start] = tests[run].x[own]
-            log_h = network.log_probabilities(torch.stack([own_model(states[r], i) for r, i in some]), x)
+            models = [own_models(states[r], [i for _, i in own]) for r, own in groupby(some, key=lambda each: each[0])]
+            log_h = network.log_probabilities(torch.stack([model for own in models for model in own]), x)
             for each, (run, _), own in zip(log_h, some, rows, strict=True):
                 localized = earlier[run].localized
                 assert localized is not None
@@ -352,7 +358,7 @@ def _capture(states: Sequence[State], earlier: Sequence[Predictions], methods: l
     judged = [to_device(has_labelled(state), state.targets.device) for state in states]
 
     def measure_all() -> tuple[list[Predictions], list[list[Tensor]]]:
-        # new objects, so that whatever depends on them is computed inside the graph and not cache_last_call from before
+        # new objects, so that whatever depends on them is computed inside the graph and not cached from before
         given = [e._replace(hyper=map_tensors(torch.clone, e.hyper) if e.hyper else None) for e in earlier]
         made = [predict(s, s.setup.device_data.test, e, m) for s, e, m in zip(states, given, models, strict=True)]
         return made, [measure(*each) for each in zip(states, made, judged, models, strict=True)]

@@ -26,7 +26,7 @@ class Resolved(NamedTuple):
     personal_method: Method  # of personal rounds, where there are some
 
     def kept_method(self, work: Work) -> Method:
-        """The method that says what a device keeps: with a personal model if it ever has one."""
+        """The method for what a device keeps: with a personal model if it ever has one."""
         return self.personal_method if work.personal_rounds else self.method
 
 

@@ -1,4 +1,4 @@
-"""Progress bars on stderr that vanish when the work is done and stay silent where nobody watches."""
+"""Progress bars on stderr that vanish when the work is done and stay silent where stderr is no terminal."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -26,7 +26,7 @@ def track(items: Iterable[T], description: str, total: int | None = None) -> Ite
 
 @contextmanager
 def bytes_bar(description: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar for a download; the function it gives is told how many more bytes have arrived."""
+    """A bar for a download, and a function to call with the number of bytes that have arrived since."""
     if not _watched():
         yield lambda _: None
         return

@@ -1,4 +1,4 @@
-"""What torchrun says of this process, by its environment. Nothing here imports torch."""
+"""This process's place in a torchrun job, from its environment. Nothing here imports torch."""
 
 import os
 from pathlib import Path
@@ -19,7 +19,7 @@ def local_rank() -> int:
 
 
 def way_on(command: str, folder: Path, ranks: int) -> str:
-    """The command that goes on with a folder on so many ranks."""
+    """The command that resumes a folder on a number of ranks."""
     if ranks == 1:
         return f"fedcpsl {command} --resume {folder}"
     here = place()[1] == ranks and os.environ.get("LOCAL_WORLD_SIZE") != str(ranks)  # they are on several machines

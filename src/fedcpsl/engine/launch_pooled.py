@@ -139,5 +139,5 @@ def _add_weight_gradient(
 
 
 def _share(rows: int, block_m: int, programs: int) -> int:
-    """How many rows, in whole blocks, each of so many programs gets."""
+    """How many rows, in whole blocks, each of `programs` programs gets."""
     return block_m * ceil(rows / (block_m * max(1, programs)))

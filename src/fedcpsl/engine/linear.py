@@ -167,7 +167,7 @@ class Piece(NamedTuple):
     total: Tensor  # [batch, out, in]
 
 
-class Room(NamedTuple):
+class LayerBuffers(NamedTuple):
     """A layer's matmuls and what they work on: [slots * models, rows, out], or [slots, rows, models * out]."""
 
     pieces: Sequence[Piece]
@@ -178,44 +178,44 @@ class Room(NamedTuple):
 
 
 def dense(layers: Sequence[Linear]) -> Dense:
-    """From x [slots, models or 1, ..., in] to outputs, good until it is asked again, and what takes gradients back."""
+    """From x [slots, models or 1, ..., in] to outputs, valid until the next call, and what takes gradients back."""
     (slots, models, out), width = layers[-1].matrices.shape, layers[0].matrices.together_transposed.shape[2]
 
     @lru_cache(maxsize=1)
-    def rooms_for(rows: int, together: bool) -> tuple[list[Room], Tensor, Tensor]:
-        rooms = _rooms(layers, rows, together)
-        return rooms, _in_order(rooms[-1].y, models, out), _in_order(rooms[-1].slope, models, out)
+    def buffers_for(rows: int, together: bool) -> tuple[list[LayerBuffers], Tensor, Tensor]:
+        buffers = _buffers(layers, rows, together)
+        return buffers, _in_order(buffers[-1].y, models, out), _in_order(buffers[-1].slope, models, out)
 
     def forward(x: Tensor) -> tuple[Tensor, Pull]:
         shared, between = x.shape[1] < models, x.shape[2:-1]
         together = shared and (slots == 1 or len(layers) == 1 or between.numel() * width >= LARGE)
         wide = x.expand(-1, models, *x.shape[2:]) if shared and not together else x
         given = wide.reshape(slots if together else slots * models, -1, x.shape[-1])
-        rooms, y, slope = rooms_for(given.shape[1], together)
-        for room in rooms:
-            for piece in room.pieces:
+        buffers, y, slope = buffers_for(given.shape[1], together)
+        for buffer in buffers:
+            for piece in buffer.pieces:
                 rows = given if piece.rows is None else piece.rows
                 if piece.bias is None:
                     torch.bmm(rows, piece.transposed, out=piece.y)
                 else:
                     torch.baddbmm(piece.bias, rows, piece.transposed, out=piece.y)
-            if room.rectified:
-                room.y.relu_()
+            if buffer.rectified:
+                buffer.y.relu_()
 
         def pull(gradient: Tensor, to_x: bool) -> Tensor | None:
             slope.copy_(gradient.reshape(slope.shape))
             x_gradient = None
-            for room in reversed(rooms):
-                if room.rectified:
-                    back_through_relu(room.slope, room.y, 0, grad_input=room.slope)
-                for piece in room.pieces:
+            for buffer in reversed(buffers):
+                if buffer.rectified:
+                    back_through_relu(buffer.slope, buffer.y, 0, grad_input=buffer.slope)
+                for piece in buffer.pieces:
                     if piece.back is not None:
                         torch.bmm(piece.slope, piece.weight, out=piece.back)
                     elif to_x:
                         x_gradient = torch.bmm(piece.slope, piece.weight).view(wide.shape)
                     piece.total.baddbmm_(piece.slope_transposed, given if piece.rows is None else piece.rows)
-                if room.bias_total is not None:
-                    room.bias_total.add_(room.slope.sum(1, keepdim=True))
+                if buffer.bias_total is not None:
+                    buffer.bias_total.add_(buffer.slope.sum(1, keepdim=True))
             return x_gradient.sum(1, keepdim=True) if x_gradient is not None and wide is not x else x_gradient
 
         return y if len(between) == 1 else y.unflatten(2, between), pull
@@ -223,15 +223,15 @@ def dense(layers: Sequence[Linear]) -> Dense:
     return forward
 
 
-def _rooms(layers: Sequence[Linear], rows: int, together: bool) -> list[Room]:
-    rooms: list[Room] = []
+def _buffers(layers: Sequence[Linear], rows: int, together: bool) -> list[LayerBuffers]:
+    buffers: list[LayerBuffers] = []
     with torch.inference_mode(False):  # what is written to in every mode
         for layer in layers:
-            rooms.append(_room(layer, rows, together and not rooms, rooms[-1] if rooms else None))
-    return rooms
+            buffers.append(_buffer(layer, rows, together and not buffers, buffers[-1] if buffers else None))
+    return buffers
 
 
-def _room(layer: Linear, rows: int, together: bool, before: Room | None) -> Room:
+def _buffer(layer: Linear, rows: int, together: bool, before: LayerBuffers | None) -> LayerBuffers:
     """`together`: the models of a slot are one matrix."""
     (slots, models, out), matrices, totals = layer.matrices.shape, layer.matrices, layer.totals
     if together:
@@ -254,7 +254,7 @@ def _room(layer: Linear, rows: int, together: bool, before: Room | None) -> Room
             _of_slot(all_slots, slot, models)._replace(rows=rows_before, back=back)
             for slot, (rows_before, back) in enumerate(zip(*ends, strict=True))
         ]
-    return Room(pieces, y, slope, bias_total, layer.rectified)
+    return LayerBuffers(pieces, y, slope, bias_total, layer.rectified)
 
 
 def _of_slot(piece: Piece, slot: int, models: int) -> Piece:

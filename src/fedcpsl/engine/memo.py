@@ -1,4 +1,4 @@
-"""Views of tensors; some are made once, and kept for as long as the same tensors are asked about."""
+"""Views of tensors, and a cache of the last call by argument identity."""
 
 from collections.abc import Callable, Sequence
 from operator import is_not
@@ -12,7 +12,7 @@ Made = TypeVar("Made")
 
 
 def cache_last_call(make: Callable[Given, Made]) -> Callable[Given, Made]:
-    """`make`, called again only where an argument is another object than last time.
+    """Memoise the last call of `make`, by argument identity.
 
     For functions that hand back views of what they are given, or depend only on what never changes in place: a step
     then finds its views ready instead of making a hundred small objects.

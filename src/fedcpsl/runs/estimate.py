@@ -181,7 +181,7 @@ def _settled(states: Iterator[State]) -> Generator[State]:
         if state.targets.is_cuda:
             torch.cuda.synchronize(state.targets.device)
         if state.finite_check:
-            state.finite_check.settle(0)
+            state.finite_check.raise_if_not_finite(0)
         yield state
 
 

@@ -31,7 +31,7 @@ from fedcpsl.settings import AUTO, Run
 from fedcpsl.simulation import Setup, State, prepare, simulate_together
 from fedcpsl.simulation.device_data import choose_tested_count
 from fedcpsl.simulation.ranks import world
-from fedcpsl.simulation.rounds import settle
+from fedcpsl.simulation.rounds import raise_if_not_finite
 from fedcpsl.simulation.setup import choose_eta
 from fedcpsl.simulation.tuning import Layout, fastest, laid_out, slots_that_fit
 from fedcpsl.theory import applies
@@ -223,7 +223,7 @@ def _run(members: Sequence[Member], from_states: Sequence[State] | None) -> list
             stopping = stop_requested()
             if last or stopping or time.monotonic() - saved >= config.run.checkpoint_seconds:
                 diary.flush()
-                settle(states)
+                raise_if_not_finite(states)
                 if not last or config.run.keep == "models":
                     _for_each(members, states, lambda member, state: save_checkpoint(member.folder, state))
                 saved = time.monotonic()

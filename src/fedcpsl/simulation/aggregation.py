@@ -30,7 +30,7 @@ Arrived = tuple[Finished, list[int]]  # and which of its devices' uploads were n
 
 
 def keep_and_count(
-    states: Sequence[State], asks: Sequence[RoundRequest], all_finished: Sequence[Finished]
+    states: Sequence[State], requests: Sequence[RoundRequest], all_finished: Sequence[Finished]
 ) -> Iterator[tuple[int, Tree]]:
     """Store what devices keep, and yield what is counted, with the run; runs of one method are worked out at once.
 
@@ -48,18 +48,18 @@ def keep_and_count(
             alike.setdefault(key, []).append((finished, arrived))
     for pieces in alike.values():
         for some in [pieces] if pieces[0][0].costs.is_cuda else [[piece] for piece in pieces]:
-            yield from _count(states, asks, some)
+            yield from _count(states, requests, some)
 
 
 def _count(
-    states: Sequence[State], asks: Sequence[RoundRequest], pieces: Sequence[Arrived]
+    states: Sequence[State], requests: Sequence[RoundRequest], pieces: Sequence[Arrived]
 ) -> Iterator[tuple[int, Tree]]:
     """Sum what arrived, run by run, and let those devices know that they were counted."""
     setup, where = states[pieces[0][0].run].setup, states[0].targets.device
     algorithm, method = setup.algorithm, setup.method_of(pieces[0][0].group[0])
     counts = [len(arrived) for _, arrived in pieces]
-    hyper = hyper_of([Slot(f.run, asks[f.run], f.group[i]) for f, arrived in pieces for i in arrived])
-    device, upload, broadcast = _together(asks, pieces, counts)
+    hyper = hyper_of([Slot(f.run, requests[f.run], f.group[i]) for f, arrived in pieces for i in arrived])
+    device, upload, broadcast = _together(requests, pieces, counts)
     committed = algorithm.commit(method, hyper, broadcast, device, upload)
     shares = []
     for (finished, arrived), first in zip(pieces, accumulate([0, *counts]), strict=False):
@@ -81,7 +81,7 @@ def _count(
 
 
 def _together(
-    asks: Sequence[RoundRequest], pieces: Sequence[Arrived], counts: Sequence[int]
+    requests: Sequence[RoundRequest], pieces: Sequence[Arrived], counts: Sequence[int]
 ) -> tuple[Tree, Tree, Tree]:
     """What arrived of all pieces, and what those devices had been sent."""
     where = pieces[0][0].costs.device
@@ -91,8 +91,8 @@ def _together(
         if count < len(finished.group):
             rows = to_device(arrived, where)
             own = map_tensors(lambda t, i=rows: t[i], own)
-        ask, counted = asks[finished.run], [finished.group[i].device for i in arrived]
-        each.append((*own, ask.told_each(counted) if len(pieces) == 1 else expanded(ask, counted)))
+        request, counted = requests[finished.run], [finished.group[i].device for i in arrived]
+        each.append((*own, request.broadcast_to_each(counted) if len(pieces) == 1 else expanded(request, counted)))
     if len(each) == 1:
         return each[0]
     together: tuple[Tree, Tree, Tree] = map_tensors(lambda *t: torch.cat(t), *each)

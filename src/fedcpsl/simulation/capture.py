@@ -24,20 +24,22 @@ IN_A_ROW = 8  # steps of a longer graph: they gather their samples at once and s
 
 
 class Stage(NamedTuple):
-    """The buffers of up to so many slots and steps, and the graphs that work on them, by width and steps."""
+    """Buffers for a number of slots and steps, and the graphs that work on them, by width and steps."""
 
     local: Tree
     hyper: Tree
-    feed: BatchPlan  # rows, inputs and keys are [steps, slots, batch]
+    batches: BatchPlan  # rows, inputs and keys are [steps, slots, batch]
     step: Tensor  # [1]: the number of the next step
     graphs: dict[tuple[int, int], Any]
 
     def width(self, slots: int) -> int:
-        """The smallest width of the ladder that so many slots fit into."""
-        return min(width for width in ladder(self.feed.rows.shape[1]) if width >= slots)
+        """The smallest width of the ladder that holds this number of slots."""
+        return min(width for width in ladder(self.batches.rows.shape[1]) if width >= slots)
 
-    def holds(self, feed: BatchPlan) -> bool:
-        return all(mine >= needed for mine, needed in zip(self.feed.rows.shape[:2], feed.rows.shape[:2], strict=True))
+    def holds(self, batches: BatchPlan) -> bool:
+        return all(
+            mine >= needed for mine, needed in zip(self.batches.rows.shape[:2], batches.rows.shape[:2], strict=True)
+        )
 
 
 def captured_steps() -> LocalSteps:
@@ -46,12 +48,12 @@ def captured_steps() -> LocalSteps:
     refused: dict[Any, str] = {}
     memory = torch.cuda.graph_pool_handle()  # one for all graphs: no two replay at a time
 
-    def take(program: Program, hyper: Tree, local: Tree, feed: BatchPlan, counts: Sequence[int]) -> Tree:
-        if program.key in refused or feed.partner is not None:
-            return steps_one_by_one(program, hyper, local, feed, counts)
+    def take(program: Program, hyper: Tree, local: Tree, batches: BatchPlan, counts: Sequence[int]) -> Tree:
+        if program.key in refused or batches.partner is not None:
+            return steps_one_by_one(program, hyper, local, batches, counts)
         stage = stages.get(program.key)
-        if stage is None or not stage.holds(feed):
-            stage = stages[program.key] = _room_for(local, hyper, feed, stage)
+        if stage is None or not stage.holds(batches):
+            stage = stages[program.key] = _room_for(local, hyper, batches, stage)
         try:
             for size in sorted({size for size, _ in _replays(stage, counts)} - set(stage.graphs)):
                 stage.graphs[size] = _capture(program, stage, *size, memory)
@@ -60,15 +62,15 @@ def captured_steps() -> LocalSteps:
             logging.getLogger("fedcpsl").warning(
                 "local steps run one by one, this model cannot be captured: %s", refused[program.key]
             )
-            return steps_one_by_one(program, hyper, local, feed, counts)
-        _fill(stage, hyper, local, feed)
+            return steps_one_by_one(program, hyper, local, batches, counts)
+        _fill(stage, hyper, local, batches)
         return _replay(stage, counts)
 
     return take
 
 
 def ladder(slots: int) -> list[int]:
-    """Widths from `slots` down, each at least so much smaller that no number of slots wastes more than WASTE."""
+    """Widths from `slots` down, spaced so that no number of slots wastes more than a factor of WASTE."""
     widths = [slots]
     while widths[-1] > 1:
         widths.append(min(widths[-1] - 1, int(widths[-1] / WASTE) + 1))
@@ -99,11 +101,11 @@ def _replay(stage: Stage, counts: Sequence[int]) -> Tree:
     return together
 
 
-def _room_for(local: Tree, hyper: Tree, feed: BatchPlan, smaller: Stage | None) -> Stage:
+def _room_for(local: Tree, hyper: Tree, batches: BatchPlan, smaller: Stage | None) -> Stage:
     """A stage that is large enough, also for what the one that it replaces held."""
-    steps, slots, _ = feed.rows.shape
+    steps, slots, _ = batches.rows.shape
     if smaller:
-        steps, slots = (max(a, b) for a, b in zip((steps, slots), smaller.feed.rows.shape[:2], strict=True))
+        steps, slots = (max(a, b) for a, b in zip((steps, slots), smaller.batches.rows.shape[:2], strict=True))
     steps = 1 << (steps - 1).bit_length()
 
     def by_slot(t: Tensor | None) -> Any:
@@ -115,27 +117,27 @@ def _room_for(local: Tree, hyper: Tree, feed: BatchPlan, smaller: Stage | None) 
     return Stage(
         local=map_tensors(by_slot, local),
         hyper=map_tensors(by_slot, hyper),
-        feed=BatchPlan(
-            by_step(feed.rows),
-            by_step(feed.inputs),
-            by_slot(feed.labelled),
-            by_slot(feed.unlabelled),
-            by_step(feed.keys),
-            by_slot(feed.shift),
-            by_slot(feed.scale),
+        batches=BatchPlan(
+            by_step(batches.rows),
+            by_step(batches.inputs),
+            by_slot(batches.labelled),
+            by_slot(batches.unlabelled),
+            by_step(batches.keys),
+            by_slot(batches.shift),
+            by_slot(batches.scale),
         ),
-        step=torch.zeros(1, dtype=torch.int64, device=feed.rows.device),
+        step=torch.zeros(1, dtype=torch.int64, device=batches.rows.device),
         graphs={},
     )
 
 
-def _fill(stage: Stage, hyper: Tree, local: Tree, feed: BatchPlan) -> None:
+def _fill(stage: Stage, hyper: Tree, local: Tree, batches: BatchPlan) -> None:
     """What a round begins with, in the stage's first slots."""
-    slots, steps = len(feed.labelled), len(feed.rows)
+    slots, steps = len(batches.labelled), len(batches.rows)
     for mine, given in ((stage.local, local), (stage.hyper, hyper)):
         map_tensors(lambda to, new: to[:slots].copy_(new), mine, given)
-    for name, given in feed._asdict().items():
-        to = getattr(stage.feed, name)
+    for name, given in batches._asdict().items():
+        to = getattr(stage.batches, name)
         if to is not None and name in ("rows", "inputs", "keys"):
             to[:steps, :slots].copy_(given)
         elif to is not None:
@@ -147,14 +149,14 @@ def _capture(program: Program, stage: Stage, width: int, steps: int, memory: Any
     """Some steps of the first `width` slots as a graph; it leaves the stage in disorder."""
 
     def take_steps() -> None:
-        # new objects, so that whatever depends on them is computed inside the graph and not cache_last_call from before
+        # new objects, so that whatever depends on them is computed inside the graph and not cached from before
         hyper: Tree = map_tensors(lambda t: t[:width], stage.hyper)
         local: Tree = map_tensors(lambda t: t[:width], stage.local)
         begun = local
         ahead = stage.step + torch.arange(steps, device=stage.step.device)
-        for samples in _samples(program.ground, stage.feed.of_slots(slice(0, width)), ahead):
+        for samples in _samples(program.data, stage.batches.of_slots(slice(0, width)), ahead):
             local = program.algorithm.step(program.method, hyper, local, samples)
-        map_tensors(_settle, begun, local)
+        map_tensors(_copy_back, begun, local)
         stage.step.add_(steps)
 
     beside = torch.cuda.Stream()
@@ -171,18 +173,18 @@ def _capture(program: Program, stage: Stage, width: int, steps: int, memory: Any
     return graph
 
 
-def _settle(buffer: Tensor, value: Tensor) -> None:
+def _copy_back(buffer: Tensor, value: Tensor) -> None:
     """Have the stage's own buffer hold what a step returned, where it did not work in place."""
     if value.data_ptr() != buffer.data_ptr() or value.shape != buffer.shape:
         buffer.copy_(value)
 
 
-def _samples(ground: TrainingData, feed: BatchPlan, steps: Tensor) -> Iterator[Samples]:
+def _samples(data: TrainingData, batches: BatchPlan, steps: Tensor) -> Iterator[Samples]:
     """The minibatches of some steps, gathered at once; the numbers of the steps are on the device."""
-    rows, sources = (t.index_select(0, steps) for t in (feed.rows, feed.inputs))
+    rows, sources = (t.index_select(0, steps) for t in (batches.rows, batches.inputs))
     shape = rows.shape
-    x = taken(ground.raw, sources.reshape(-1), shape, feed.shift, feed.scale)
-    target = ground.targets.index_select(0, rows.reshape(-1)).view(*shape, -1)
-    keys = [None] * len(steps) if feed.keys is None else feed.keys.index_select(0, steps).unbind()
+    x = taken(data.raw, sources.reshape(-1), shape, batches.shift, batches.scale)
+    target = data.targets.index_select(0, rows.reshape(-1)).view(*shape, -1)
+    keys = [None] * len(steps) if batches.keys is None else batches.keys.index_select(0, steps).unbind()
     for each in zip(x.unbind(), target.unbind(), keys, strict=True):
-        yield Samples(each[0], each[1], feed.labelled, feed.unlabelled, each[2])
+        yield Samples(each[0], each[1], batches.labelled, batches.unlabelled, each[2])

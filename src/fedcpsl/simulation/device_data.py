@@ -57,7 +57,7 @@ class DeviceData(NamedTuple):
     """All samples on the compute device.
 
     Training rows lie device by device, labelled before unlabelled; `start`, `labelled` and `unlabelled` [devices]
-    say where. `truth` is the class of every training row, -1 where nobody knows.
+    say where. `truth` is the class of every training row, -1 where unknown.
     """
 
     inputs: Inputs
@@ -145,7 +145,7 @@ def _inputs(federation: Federation, device: torch.device, dtype: torch.dtype, be
 
 
 def hold(federation: Federation, inputs: Inputs, role: int, who: NDArray[np.int64], devices: int) -> Held:
-    """The samples of one role; `who` says which of so many devices each of the federation's is, -1: not tested."""
+    """The samples of one role; `who` maps the federation's devices to 0 ... devices - 1, -1: not tested."""
     rows = federation.order[federation.role[federation.order] == role]
     rows = rows[who[federation.device[rows]] >= 0]
     device, owner = inputs.raw.device, who[federation.device[rows]]
@@ -186,12 +186,12 @@ def device_data_of(
     active: int,
     evaluate_devices: int | str,
 ) -> DeviceData:
-    """All samples of a federation in memory; or room for those of so many active devices, and some devices' tests."""
+    """All samples of a federation in memory; or buffers for those of `active` devices, and some devices' tests."""
     count = choose_tested_count(evaluate_devices, federation) or federation.devices
     tested = np.linspace(0, federation.devices - 1, count).round().astype(np.int64)  # evenly spread
     if isinstance(federation, Federation):
         return place_samples(federation, device, dtype, beside, tested)
-    return _empty_shelf(federation, device, dtype, active, tested)
+    return _empty_buffers(federation, device, dtype, active, tested)
 
 
 def choose_tested_count(given: int | str, federation: Federation | OnDemand) -> int:
@@ -200,10 +200,10 @@ def choose_tested_count(given: int | str, federation: Federation | OnDemand) -> 
     return count if count < federation.devices else 0
 
 
-def _empty_shelf(
+def _empty_buffers(
     supply: OnDemand, device: torch.device, dtype: torch.dtype, active: int, tested: NDArray[np.int64]
 ) -> DeviceData:
-    """Buffers that hold any so many devices; forked processes share what a round writes into."""
+    """Buffers that hold the samples of any `active` devices; forked processes share what a round writes into."""
     sizes = supply.sizes
     rows = max(2, int(np.sort(sizes.labelled + sizes.unlabelled)[-active:].sum()))
 
@@ -229,7 +229,7 @@ def _empty_shelf(
     )
 
 
-def stock(
+def load_samples(
     device_data: DeviceData,
     supply: OnDemand,
     targets: Tensor,
@@ -265,7 +265,7 @@ def stock(
         targets.index_copy_(0, place, had.flatten(0, 1).index_select(0, real))
 
 
-def put_back(device_data: DeviceData, targets: Tensor, nu: Tensor, behind: Map | None, which: Sequence[int]) -> None:
+def keep_labels(device_data: DeviceData, targets: Tensor, nu: Tensor, behind: Map | None, which: Sequence[int]) -> None:
     """Keep the pseudo-labels of devices whose samples are there until they are active again."""
     if not nu.numel() or not which:
         return

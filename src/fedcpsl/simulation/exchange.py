@@ -22,17 +22,20 @@ Plans = Sequence[Sequence[DeviceRound]]  # the devices of every run
 
 
 def exchanged(
-    asks: Sequence[RoundRequest], shares: Sequence[Plans], ground: TrainingData, work: Callable[[], Sequence[Finished]]
+    requests: Sequence[RoundRequest],
+    shares: Sequence[Plans],
+    data: TrainingData,
+    work: Callable[[], Sequence[Finished]],
 ) -> Iterator[Finished]:
     """Do this rank's share of a round and yield everybody's, run by run, in device order."""
     rank = join().rank
     finished, error = _attempted(work)
     _agree(error)
-    examples = [_example(ask, [plans[run] for plans in shares]) for run, ask in enumerate(asks)]
-    labels = [_labels(asks, plans, ground) for plans in shares]
+    examples = [_example(request, [plans[run] for plans in shares]) for run, request in enumerate(requests)]
+    labels = [_labels(requests, plans, data) for plans in shares]
     rooms = [_rooms(plans, examples, own) for plans, own in zip(shares, labels, strict=True)]
     sent = [t for run, plan in enumerate(shares[rank]) if plan for t in _rows_of(run, plan, finished)] + labels[rank]
-    where = ground.targets.device
+    where = data.targets.device
     mine = (
         torch.cat([_as_bytes(t.to(where)) for t in sent]) if sent else torch.zeros(0, dtype=torch.uint8, device=where)
     )
@@ -69,10 +72,10 @@ def _agree(error: Exception | None) -> None:
     raise RunError(f"rank {failed}: {reasons[failed]}")
 
 
-def _example(ask: RoundRequest, plans: Plans) -> Tree | None:
+def _example(request: RoundRequest, plans: Plans) -> Tree | None:
     """What one device of a run leaves behind in this round, by its shapes; None where no device is active."""
     active = [task for plan in plans for task in plan]
-    return example_of(ask, ask.setup.method_of(active[0])) if active else None
+    return example_of(request, request.setup.method_of(active[0])) if active else None
 
 
 def _rows_of(run: int, plan: Sequence[DeviceRound], finished: Sequence[Finished]) -> list[Tensor]:
@@ -84,19 +87,19 @@ def _rows_of(run: int, plan: Sequence[DeviceRound], finished: Sequence[Finished]
     return [torch.cat(pieces)[order] for pieces in zip(*fields, strict=True)]
 
 
-def _labels(asks: Sequence[RoundRequest], plans: Plans, ground: TrainingData) -> list[Tensor]:
-    """The pseudo-labels that some devices renew, where they lie on the ground."""
+def _labels(requests: Sequence[RoundRequest], plans: Plans, data: TrainingData) -> list[Tensor]:
+    """The pseudo-labels that some devices renew, as views of the training data."""
     found = []
-    for ask, plan in zip(asks, plans, strict=True):
+    for request, plan in zip(requests, plans, strict=True):
         for task in plan:
-            if is_due(ask, task):
-                rows = ask.setup.device_data.unlabelled_rows(task.device)
-                found.append(ground.targets[ask.first_row + rows.start : ask.first_row + rows.stop])
+            if is_due(request, task):
+                rows = request.setup.device_data.unlabelled_rows(task.device)
+                found.append(data.targets[request.first_row + rows.start : request.first_row + rows.stop])
     return found
 
 
 def _rooms(plans: Plans, examples: Sequence[Tree | None], labels: Sequence[Tensor]) -> list[Tensor]:
-    """What one rank's buffer is made of, as tensors without memory: the fields of every run, then pseudo-labels."""
+    """The contents of one rank's buffer, as tensors without memory: the fields of every run, then pseudo-labels."""
     fields = [
         torch.empty(len(plan), *leaf.shape, dtype=leaf.dtype, device="meta")
         for plan, example in zip(plans, examples, strict=True)

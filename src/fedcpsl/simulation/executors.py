@@ -27,7 +27,7 @@ class Program(NamedTuple):
     key: tuple[Any, ...]  # equal for groups that one captured step serves
     algorithm: Algorithm
     method: Method
-    ground: TrainingData
+    data: TrainingData
 
 
 class Finished(NamedTuple):
@@ -38,7 +38,7 @@ class Finished(NamedTuple):
     device: Tree
     upload: Tree
     costs: Tensor  # [devices, models]: means over the steps
-    fine: Tensor  # [devices]: whether all of it is finite
+    finite: Tensor  # [devices]: whether all of it is finite
 
 
 LocalSteps = Callable[[Program, Tree, Tree, BatchPlan, Sequence[int]], Tree]
@@ -46,29 +46,29 @@ LocalRounds = Callable[[Sequence[RoundRequest], TrainingData], Iterator[Finished
 
 
 def local_rounds(
-    asks: Sequence[RoundRequest], ground: TrainingData, take_steps: LocalSteps | None = None
+    requests: Sequence[RoundRequest], data: TrainingData, take_steps: LocalSteps | None = None
 ) -> Iterator[Finished]:
     """New pseudo-labels for the planned devices, then their local steps, group by group, in device order."""
-    renew_labels(asks, ground)
-    for program, group in groups(asks, ground):
-        if len(group) == 1 and not group[0].ask.setup.vectorised:
+    renew_labels(requests, data)
+    for program, group in groups(requests, data):
+        if len(group) == 1 and not group[0].request.setup.vectorised:
             yield _one(program, group[0])
         else:
             yield from _side_by_side(program, group, take_steps or steps_one_by_one)
 
 
-def groups(asks: Sequence[RoundRequest], ground: TrainingData) -> Iterator[tuple[Program, list[Slot]]]:
+def groups(requests: Sequence[RoundRequest], data: TrainingData) -> Iterator[tuple[Program, list[Slot]]]:
     """The slots of all runs, those that can go side by side together, at most as many as the runs allow."""
     together: dict[tuple[Any, ...], list[Slot]] = {}
-    for run, ask in enumerate(asks):
-        for task in ask.plan:
-            together.setdefault(_program_key(ask.setup, task), []).append(Slot(run, ask, task))
+    for run, request in enumerate(requests):
+        for task in request.plan:
+            together.setdefault(_program_key(request.setup, task), []).append(Slot(run, request, task))
     for key, slots in together.items():
-        setup = slots[0].ask.setup
-        most = min((slot.ask.setup.slots or len(slots)) for slot in slots) if setup.vectorised else 1
+        setup = slots[0].request.setup
+        most = min((slot.request.setup.slots or len(slots)) for slot in slots) if setup.vectorised else 1
         for piece in _even_pieces(len(slots), most):
-            method = merged_method(setup.algorithm, [s.ask.setup.method_of(s.task) for s in slots[piece]])
-            yield Program((*key, method.rules), setup.algorithm, method, ground), slots[piece]
+            method = merged_method(setup.algorithm, [s.request.setup.method_of(s.task) for s in slots[piece]])
+            yield Program((*key, method.rules), setup.algorithm, method, data), slots[piece]
 
 
 def _program_key(setup: Setup, task: DeviceRound) -> tuple[Any, ...]:
@@ -93,12 +93,12 @@ def _even_pieces(count: int, most: int) -> Iterator[slice]:
 
 def _one(program: Program, slot: Slot) -> Finished:
     task, algorithm, method = slot.task, program.algorithm, program.method
-    hyper, where = map_tensors(lambda t: t[0], hyper_of([slot])), slot.ask.setup.device_data.where
-    device = map_tensors(lambda t: t[task.device].to(where, copy=True), slot.ask.devices)
-    broadcast = slot.ask.told(task.device)
-    feed = batch_plan([slot], program.ground).of_slots(0)
-    batches = minibatches(program.ground, feed, range(task.steps))
-    trained = device_round(algorithm, method, hyper, broadcast, device, batches)
+    hyper, where = map_tensors(lambda t: t[0], hyper_of([slot])), slot.request.setup.device_data.where
+    device = map_tensors(lambda t: t[task.device].to(where, copy=True), slot.request.devices)
+    broadcast = slot.request.broadcast_to(task.device)
+    batches = batch_plan([slot], program.data).of_slots(0)
+    steps = minibatches(program.data, batches, range(task.steps))
+    trained = device_round(algorithm, method, hyper, broadcast, device, steps)
     device, upload = (map_tensors(lambda t: t[None], state) for state in (trained.device, trained.upload))
     costs = trained.costs[None] / task.steps
     return Finished(slot.run, [task], device, upload, costs, all_finite(device, upload, costs))
@@ -108,38 +108,38 @@ def _side_by_side(program: Program, group: Sequence[Slot], take_steps: LocalStep
     """All slots at once, those with most steps first."""
     algorithm, method = program.algorithm, program.method
     longest_first = sorted(group, key=lambda slot: -slot.task.steps)
-    hyper, feed = hyper_of(longest_first), batch_plan(longest_first, program.ground)
+    hyper, batches = hyper_of(longest_first), batch_plan(longest_first, program.data)
     device, broadcast = states_of(longest_first)
     local = algorithm.begin(method, hyper, broadcast, device)
     counts = [slot.task.steps for slot in longest_first]
-    local = take_steps(program, hyper, local, feed, counts)
-    steps = to_device(counts, feed.rows.device)
+    local = take_steps(program, hyper, local, batches, counts)
+    steps = to_device(counts, batches.rows.device)
     device, upload = algorithm.finish(method, hyper, broadcast, device, local, steps)
     position = {(slot.run, slot.task.device): i for i, slot in enumerate(longest_first)}
     costs = algorithm.costs(local) / steps[:, None]
     order = [position[slot.run, slot.task.device] for slot in group]
     if order != sorted(order):
-        back = to_device(order, feed.rows.device)
+        back = to_device(order, batches.rows.device)
         device, upload, costs = map_tensors(lambda t: t[back], (device, upload, costs))
-    fine = all_finite(device, upload, costs)
+    finite = all_finite(device, upload, costs)
     for run, slots in groupby(range(len(group)), key=lambda i: group[i].run):
         first, *_, last = *(own := list(slots)), own[-1]
         mine = slice(first, last + 1)
-        had = group[first].ask.devices  # where a run lacks what others have, it keeps nothing of it
+        had = group[first].request.devices  # where a run lacks what others have, it keeps nothing of it
         kept = map_tensors(lambda t, old, i=mine: t[i] if old.numel() else t[i][:, :0], device, had)
         uploads = map_tensors(lambda t, i=mine: t[i], upload)
-        yield Finished(run, [slot.task for slot in group[mine]], kept, uploads, costs[mine], fine[mine])
+        yield Finished(run, [slot.task for slot in group[mine]], kept, uploads, costs[mine], finite[mine])
 
 
-def example_of(ask: RoundRequest, method: Method) -> tuple[Tree, Tree, Tensor]:
+def example_of(request: RoundRequest, method: Method) -> tuple[Tree, Tree, Tensor]:
     """What a device of a run leaves behind, by its shapes: what it keeps, its upload and its costs."""
-    setup = ask.setup
+    setup = request.setup
     hyper = map_tensors(lambda t: t[0], setup.hyper)
-    device = map_tensors(lambda t: t[0].to(setup.device_data.where), ask.devices)
-    told = ask.broadcast if ask.rows is None else map_tensors(lambda t: t[0], ask.broadcast)
-    local = setup.algorithm.begin(method, hyper, told, device)
+    device = map_tensors(lambda t: t[0].to(setup.device_data.where), request.devices)
+    sent = request.broadcast if request.rows is None else map_tensors(lambda t: t[0], request.broadcast)
+    local = setup.algorithm.begin(method, hyper, sent, device)
     steps = torch.ones((), dtype=torch.int64, device=setup.device_data.where)
-    kept, upload = setup.algorithm.finish(method, hyper, told, device, local, steps)
+    kept, upload = setup.algorithm.finish(method, hyper, sent, device, local, steps)
     return kept, upload, setup.algorithm.costs(local)
 
 
@@ -152,7 +152,7 @@ def all_finite(device: Tree, upload: Tree, costs: Tensor) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(t, torch.inf, -1).isfinite() for t in flat]).all(0)
 
 
-def steps_one_by_one(program: Program, hyper: Tree, local: Tree, feed: BatchPlan, counts: Sequence[int]) -> Tree:
+def steps_one_by_one(program: Program, hyper: Tree, local: Tree, batches: BatchPlan, counts: Sequence[int]) -> Tree:
     """The local steps of all slots, `counts` largest first: those that are done drop off the end, so none is wasted."""
     done: list[Tree] = []
     left = len(counts)
@@ -162,7 +162,7 @@ def steps_one_by_one(program: Program, hyper: Tree, local: Tree, feed: BatchPlan
             local = map_tensors(lambda t, n=slots: t[:n], local)
         left = slots
         running = map_tensors(lambda t, n=slots: t[:n], hyper)
-        for samples in minibatches(program.ground, feed.of_slots(slice(0, slots)), steps):
+        for samples in minibatches(program.data, batches.of_slots(slice(0, slots)), steps):
             local = program.algorithm.step(program.method, running, local, samples)
     return map_tensors(lambda *pieces: torch.cat(pieces), local, *done) if done else local
 

@@ -23,7 +23,7 @@ ROWS_AT_ONCE = 4096
 class BatchPlan(NamedTuple):
     """The minibatches of one group of slots for one round."""
 
-    rows: Tensor  # [steps, slots, batch]: where samples are on the ground
+    rows: Tensor  # [steps, slots, batch]: where samples are in the training data
     inputs: Tensor  # the same of their inputs
     labelled: Tensor  # [slots, batch]: the weights of Samples
     unlabelled: Tensor
@@ -34,7 +34,7 @@ class BatchPlan(NamedTuple):
     partner_rows: Tensor | None = None  # [steps, slots, batch]: where a sample's row is there
 
     def of_slots(self, slots: int | slice) -> "BatchPlan":
-        """The feed of some of the slots."""
+        """The minibatches of some of the slots."""
 
         def by_step(t: Tensor | None) -> Tensor | None:
             return None if t is None else t[:, slots]
@@ -55,17 +55,17 @@ class BatchPlan(NamedTuple):
         )
 
 
-def batch_plan(slots: Sequence[Slot], ground: TrainingData) -> BatchPlan:
+def batch_plan(slots: Sequence[Slot], data: TrainingData) -> BatchPlan:
     """What the schedules of some slots draw, row by row."""
-    setup = slots[0].ask.setup
+    setup = slots[0].request.setup
     widths, where, dtype = setup.batch_widths, setup.device_data.where, setup.device_data.dtype
     longest = max(slot.task.steps for slot in slots)
     rows = np.zeros((longest, len(slots), sum(widths)), np.int64)
     weights = np.zeros((2, len(slots), sum(widths)))
     keys = np.zeros(rows.shape, np.int64) if setup.method.network.has_dropout else None
     for i, slot in enumerate(slots):
-        task, device_data = slot.task, slot.ask.setup.device_data
-        start = slot.ask.first_row + device_data.start[task.device]
+        task, device_data = slot.task, slot.request.setup.device_data
+        start = slot.request.first_row + device_data.start[task.device]
         rows[:, i] = start
         for kind, (drawn, offset) in enumerate(
             [(task.labelled, start), (task.unlabelled, start + device_data.labelled[task.device])]
@@ -79,9 +79,9 @@ def batch_plan(slots: Sequence[Slot], ground: TrainingData) -> BatchPlan:
 
     drawn_rows, labelled = to_device(rows, where), to_device(weights, where).to(dtype)
     shift, scale = scaling_of(slots)
-    feed = BatchPlan(
+    batches = BatchPlan(
         drawn_rows,
-        ground.source.index_select(0, drawn_rows.flatten()).view(drawn_rows.shape),
+        data.source.index_select(0, drawn_rows.flatten()).view(drawn_rows.shape),
         labelled[0],
         labelled[1],
         None if keys is None else to_device(keys, where),
@@ -89,15 +89,17 @@ def batch_plan(slots: Sequence[Slot], ground: TrainingData) -> BatchPlan:
         scale,
     )
     if not slots[0].task.personal or optional(setup.algorithm, "partner") is None:
-        return feed
+        return batches
     partner, first = _partners(slots)
-    starts = np.array([slot.ask.first_row + slot.ask.setup.device_data.start[slot.task.device] for slot in slots])
-    return feed._replace(partner=partner, partner_rows=to_device(rows - (starts - first)[:, None], where))
+    starts = np.array(
+        [slot.request.first_row + slot.request.setup.device_data.start[slot.task.device] for slot in slots]
+    )
+    return batches._replace(partner=partner, partner_rows=to_device(rows - (starts - first)[:, None], where))
 
 
 def scaling_of(slots: Sequence[Slot]) -> tuple[Tensor | None, Tensor | None]:
     """Shift and scale of every slot's inputs, [slots, 1, ...], where they are bytes."""
-    inputs = [slot.ask.setup.device_data.inputs for slot in slots]
+    inputs = [slot.request.setup.device_data.inputs for slot in slots]
     shifts, scales = (
         [t for t in given if t is not None] for given in zip(*(each[-2:] for each in inputs), strict=True)
     )
@@ -116,8 +118,8 @@ def _partners(slots: Sequence[Slot]) -> tuple[Tensor, NDArray[np.int64]]:
     pieces, first, begun = [], [], 0
     with torch.no_grad():
         for slot in slots:
-            setup = slot.ask.setup
-            theta = optional(setup.algorithm, "partner")(slot.ask.told(slot.task.device))
+            setup = slot.request.setup
+            theta = optional(setup.algorithm, "partner")(slot.request.broadcast_to(slot.task.device))
             first.append(begun)
             for some in setup.device_data.x(setup.device_data.all_rows(slot.task.device)).split(ROWS_AT_ONCE):
                 pieces.append(setup.method.network.log_probabilities(theta, some))
@@ -125,18 +127,24 @@ def _partners(slots: Sequence[Slot]) -> tuple[Tensor, NDArray[np.int64]]:
     return torch.cat(pieces), np.array(first, np.int64)
 
 
-def minibatches(ground: TrainingData, feed: BatchPlan, steps: range) -> Iterator[Samples]:
+def minibatches(data: TrainingData, batches: BatchPlan, steps: range) -> Iterator[Samples]:
     """The samples of some steps, gathered one step at a time."""
-    shape = feed.rows.shape[1:]
-    drawn, inputs = (t[steps.start : steps.stop].reshape(len(steps), -1).unbind() for t in (feed.rows, feed.inputs))
+    shape = batches.rows.shape[1:]
+    drawn, inputs = (
+        t[steps.start : steps.stop].reshape(len(steps), -1).unbind() for t in (batches.rows, batches.inputs)
+    )
     for t, rows, sources in zip(steps, drawn, inputs, strict=True):
-        partner = None if feed.partner is None or feed.partner_rows is None else feed.partner[feed.partner_rows[t]]
+        partner = (
+            None
+            if batches.partner is None or batches.partner_rows is None
+            else batches.partner[batches.partner_rows[t]]
+        )
         yield Samples(
-            x=taken(ground.raw, sources, shape, feed.shift, feed.scale),
-            target=ground.targets.index_select(0, rows).view(*shape, -1),
-            labelled=feed.labelled,
-            unlabelled=feed.unlabelled,
-            keys=None if feed.keys is None else feed.keys[t],
+            x=taken(data.raw, sources, shape, batches.shift, batches.scale),
+            target=data.targets.index_select(0, rows).view(*shape, -1),
+            labelled=batches.labelled,
+            unlabelled=batches.unlabelled,
+            keys=None if batches.keys is None else batches.keys[t],
             partner=partner,
         )
 
@@ -150,75 +158,75 @@ def taken(raw: Tensor, sources: Tensor, shape: Sequence[int], shift: Tensor | No
 ROWS_TOGETHER = 1 << 17  # of many devices side by side on an accelerator
 
 
-def renew_labels(asks: Sequence[RoundRequest], ground: TrainingData) -> None:
+def renew_labels(requests: Sequence[RoundRequest], data: TrainingData) -> None:
     """Renew the rows of all devices that are due, in place."""
     due: dict[Any, list[Slot]] = {}
-    for run, ask in enumerate(asks):
-        method = ask.setup.method
-        for task in ask.plan:
-            if is_due(ask, task):
-                together = ask.setup.vectorised and ground.targets.is_cuda
-                key = (id(method.network.module), ask.setup.algorithm, alike(ask.setup.algorithm, method))
-                due.setdefault(key if together else (run, task.device), []).append(Slot(run, ask, task))
+    for run, request in enumerate(requests):
+        method = request.setup.method
+        for task in request.plan:
+            if is_due(request, task):
+                together = request.setup.vectorised and data.targets.is_cuda
+                key = (id(method.network.module), request.setup.algorithm, alike(request.setup.algorithm, method))
+                due.setdefault(key if together else (run, task.device), []).append(Slot(run, request, task))
     for slots in due.values():
         if len(slots) == 1:
-            _renew_one(slots[0], ground)
+            _renew_one(slots[0], data)
         else:
-            _renew_together(slots, ground)
+            _renew_together(slots, data)
 
 
-def is_due(ask: RoundRequest, task: DeviceRound) -> bool:
+def is_due(request: RoundRequest, task: DeviceRound) -> bool:
     """Whether a device renews its pseudo-labels in a round."""
-    labels = is_relabelled(ask.setup.algorithm, ask.setup.method, warming=task.warming)
-    return bool(labels and task.relabels and ask.setup.sizes.unlabelled[task.device] > 0)
+    labels = is_relabelled(request.setup.algorithm, request.setup.method, warming=task.warming)
+    return bool(labels and task.relabels and request.setup.sizes.unlabelled[task.device] > 0)
 
 
-def _renew_one(slot: Slot, ground: TrainingData) -> None:
-    setup, device, first = slot.ask.setup, slot.task.device, slot.ask.first_row
+def _renew_one(slot: Slot, data: TrainingData) -> None:
+    setup, device, first = slot.request.setup, slot.task.device, slot.request.first_row
     rows = _rows(slot)
-    kept = map_tensors(lambda t: t[device].to(ground.targets.device), slot.ask.devices)
-    hyper, told = map_tensors(lambda t: t[0], hyper_of([slot])), slot.ask.told(device)
-    nu = ground.targets[first + rows.start : first + rows.stop]
+    kept = map_tensors(lambda t: t[device].to(data.targets.device), slot.request.devices)
+    hyper, sent = map_tensors(lambda t: t[0], hyper_of([slot])), slot.request.broadcast_to(device)
+    nu = data.targets[first + rows.start : first + rows.stop]
 
     def inputs(begin: int, end: int) -> Tensor:
         return setup.device_data.x(slice(rows.start + begin, rows.start + end))
 
-    nu.copy_(relabelled(setup.algorithm, setup.method, hyper, told, kept, inputs, nu))
+    nu.copy_(relabelled(setup.algorithm, setup.method, hyper, sent, kept, inputs, nu))
 
 
-def _renew_together(slots: Sequence[Slot], ground: TrainingData) -> None:
+def _renew_together(slots: Sequence[Slot], data: TrainingData) -> None:
     """As many rows of every device at a time as fit; those that have fewer drop out."""
     counts = {id(slot): _rows(slot).stop - _rows(slot).start for slot in slots}
     most_first = sorted(slots, key=lambda slot: -counts[id(slot)])
     step, begun = max(1, ROWS_TOGETHER // len(slots)), 0
     while most_first:
         left = np.array([counts[id(slot)] - begun for slot in most_first])
-        first = np.array([slot.ask.first_row + _rows(slot).start + begun for slot in most_first])
-        _renew_block(most_first, ground, first, np.minimum(left, step))
+        first = np.array([slot.request.first_row + _rows(slot).start + begun for slot in most_first])
+        _renew_block(most_first, data, first, np.minimum(left, step))
         begun += step
         most_first = [slot for slot in most_first if counts[id(slot)] > begun]
 
 
 def _renew_block(
-    slots: Sequence[Slot], ground: TrainingData, first: NDArray[np.int64], counts: NDArray[np.int64]
+    slots: Sequence[Slot], data: TrainingData, first: NDArray[np.int64], counts: NDArray[np.int64]
 ) -> None:
     """Some rows of every slot, `counts` from `first` on: its own last one again where it has fewer than the others."""
-    setup, width = slots[0].ask.setup, int(counts.max())
+    setup, width = slots[0].request.setup, int(counts.max())
     device, broadcast = states_of(slots)
-    all_of_each = to_device([_rows(slot).stop - _rows(slot).start for slot in slots], ground.targets.device)
-    begin, own, before = to_device(np.stack([first, counts, counts.cumsum() - counts]), ground.targets.device)
+    all_of_each = to_device([_rows(slot).stop - _rows(slot).start for slot in slots], data.targets.device)
+    begin, own, before = to_device(np.stack([first, counts, counts.cumsum() - counts]), data.targets.device)
     along = torch.arange(width, device=begin.device)
     flat = (begin[:, None] + torch.minimum(along, own[:, None] - 1)).flatten()
     shape = (len(slots), width)
-    x = taken(ground.raw, ground.source.index_select(0, flat), shape, *scaling_of(slots))
-    nu = ground.targets.index_select(0, flat).view(*shape, -1)
+    x = taken(data.raw, data.source.index_select(0, flat), shape, *scaling_of(slots))
+    nu = data.targets.index_select(0, flat).view(*shape, -1)
     relabel = optional(setup.algorithm, "relabel")
     renewed = relabel(setup.method, hyper_of(slots), broadcast, device, x, nu, all_of_each)
     total = int(counts.sum())  # known here, so that the host need not wait to be told
     slot = torch.repeat_interleave(torch.arange(len(slots), device=begin.device), own, output_size=total)
     real = slot * width + torch.arange(total, device=begin.device) - before[slot]
-    ground.targets.index_copy_(0, flat.index_select(0, real), renewed.flatten(0, 1).index_select(0, real))
+    data.targets.index_copy_(0, flat.index_select(0, real), renewed.flatten(0, 1).index_select(0, real))
 
 
 def _rows(slot: Slot) -> slice:
-    return slot.ask.setup.device_data.unlabelled_rows(slot.task.device)
+    return slot.request.setup.device_data.unlabelled_rows(slot.task.device)

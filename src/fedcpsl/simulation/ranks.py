@@ -112,7 +112,7 @@ def say(code: int, payload: bytes = b"") -> None:
 
 
 def hear(patience: float | None = None) -> tuple[int, bytes]:
-    """What rank 0 says next; with a patience, a TimeoutError if it says nothing for so many seconds."""
+    """The next message of rank 0; with a patience in seconds, a TimeoutError if none comes in that time."""
     group, word = join(), torch.zeros(2, dtype=torch.int64)
     with _lost_ranks_noticed(group):
         if patience is not None and not _done_within(patience, dist.broadcast(word, 0, group.words, async_op=True)):
@@ -127,7 +127,7 @@ def hear(patience: float | None = None) -> tuple[int, bytes]:
 
 
 def say_last(code: int, patience: float = 5.0) -> None:
-    """A word to whoever still listens; nobody is waited for."""
+    """A message to the ranks that still listen; waits for none of them."""
     with suppress(RuntimeError):
         _done_within(patience, dist.broadcast(torch.tensor([code, 0]), 0, join().words, async_op=True))
 

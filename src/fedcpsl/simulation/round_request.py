@@ -1,4 +1,4 @@
-"""Slots, and the ground they stand on: one active device of one run each, and the samples of all runs."""
+"""What a round's slots work with: a slot is one active device of one run; the samples of all runs lie together."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -31,16 +31,16 @@ class RoundRequest(NamedTuple):
     plan: Sequence[DeviceRound]
     devices: Tree
     broadcast: Tree
-    first_row: int = 0  # where the run's training rows begin on the ground
+    first_row: int = 0  # where the run's rows begin in the training data
     sparse: Sparse | None = None  # where only some of the device states are there
     rows: Mapping[int, int] | None = None  # a device's row of `broadcast`; None: it is the same for all
 
-    def told(self, device: int) -> Tree:
+    def broadcast_to(self, device: int) -> Tree:
         """What one device is sent."""
         rows = self.rows
         return self.broadcast if rows is None else map_tensors(lambda t: t[rows[device]], self.broadcast)
 
-    def told_each(self, devices: Sequence[int]) -> Tree:
+    def broadcast_to_each(self, devices: Sequence[int]) -> Tree:
         """What some devices are sent, [devices, ...]; without that dimension where it is the same for all."""
         if self.rows is None:
             return self.broadcast
@@ -52,11 +52,11 @@ class Slot(NamedTuple):
     """One active device of one run."""
 
     run: int
-    ask: RoundRequest
+    request: RoundRequest
     task: DeviceRound
 
 
-def told_to(setup: Setup, server: Tree, devices: Sequence[int]) -> tuple[Tree, Mapping[int, int] | None]:
+def broadcasts_to(setup: Setup, server: Tree, devices: Sequence[int]) -> tuple[Tree, Mapping[int, int] | None]:
     """What the server sends to some devices, and where each finds its own; None: it is the same for all."""
     each = optional(setup.algorithm, "broadcast_each")
     if each is None:
@@ -66,49 +66,49 @@ def told_to(setup: Setup, server: Tree, devices: Sequence[int]) -> tuple[Tree, M
 
 
 def training_data_of(device_data: DeviceData, targets: Tensor) -> TrainingData:
-    """The ground of one run."""
+    """The training data of one run."""
     return TrainingData(device_data.inputs.raw, device_data.source, targets)
 
 
-def joint_training_data(shelves: Sequence[DeviceData], targets: Sequence[Tensor]) -> TrainingData:
-    """One ground for several runs; inputs that runs share are there once."""
-    if len(shelves) == 1:
-        return training_data_of(shelves[0], targets[0])
-    different = list({id(device_data.inputs.raw): device_data.inputs.raw for device_data in shelves}.values())
+def joint_data(each_data: Sequence[DeviceData], targets: Sequence[Tensor]) -> TrainingData:
+    """The training data of several runs; inputs that runs share are stored once."""
+    if len(each_data) == 1:
+        return training_data_of(each_data[0], targets[0])
+    different = list({id(device_data.inputs.raw): device_data.inputs.raw for device_data in each_data}.values())
     first = np.concatenate([[0], np.cumsum([len(raw) for raw in different])])
     where = {id(raw): int(at) for raw, at in zip(different, first[:-1], strict=True)}
     return TrainingData(
         different[0] if len(different) == 1 else torch.cat(different),
-        torch.cat([device_data.source + where[id(device_data.inputs.raw)] for device_data in shelves]),
+        torch.cat([device_data.source + where[id(device_data.inputs.raw)] for device_data in each_data]),
         torch.cat(list(targets)),
     )
 
 
 def hyper_of(slots: Sequence[Slot]) -> Tree:
     """The numbers of some slots, one of each."""
-    tables = [slot.ask.setup.warming if slot.task.warming else slot.ask.setup.numbers for slot in slots]
+    tables = [slot.request.setup.warming if slot.task.warming else slot.request.setup.numbers for slot in slots]
     table = np.stack([table[:, slot.task.device] for table, slot in zip(tables, slots, strict=True)], 1)
-    setup = slots[0].ask.setup
+    setup = slots[0].request.setup
     return rebuilt(setup.hyper, to_device(table, setup.device_data.where).to(setup.device_data.dtype).unbind())
 
 
-def expanded(ask: RoundRequest, devices: Sequence[int]) -> Tree:
+def expanded(request: RoundRequest, devices: Sequence[int]) -> Tree:
     """What some devices of a run are sent, [devices, ...]."""
-    count, told = len(devices), ask.told_each(devices)
-    return told if ask.rows is not None else map_tensors(lambda t: t.expand(count, *t.shape), told)
+    count, sent = len(devices), request.broadcast_to_each(devices)
+    return sent if request.rows is not None else map_tensors(lambda t: t.expand(count, *t.shape), sent)
 
 
 def states_of(slots: Sequence[Slot]) -> tuple[Tree, Tree]:
     """What the slots' devices keep, and what each was sent, [slots, ...]; zeros where a run lacks what others have."""
-    asks = {slot.run: slot.ask for slot in sorted(slots, key=lambda slot: slot.run)}
-    where = slots[0].ask.setup.device_data.where
-    if len(asks) == 1:
-        (ask,) = asks.values()
+    requests = {slot.run: slot.request for slot in sorted(slots, key=lambda slot: slot.run)}
+    where = slots[0].request.setup.device_data.where
+    if len(requests) == 1:
+        (request,) = requests.values()
         which = [slot.task.device for slot in slots]
-        return rows_of(ask.devices, to_device(which, where)), ask.told_each(which)
+        return rows_of(request.devices, to_device(which, where)), request.broadcast_to_each(which)
     by_run = sorted(range(len(slots)), key=lambda i: slots[i].run)
     back = to_device(np.argsort(by_run), where)
-    counts = [sum(slot.run == run for slot in slots) for run in asks]
+    counts = [sum(slot.run == run for slot in slots) for run in requests]
     mine = to_device([slots[i].task.device for i in by_run], where).split(counts)
 
     def joined(*pieces: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def states_of(slots: Sequence[Slot]) -> tuple[Tree, Tree]:
         full = [piece if piece.shape[1:] == shape else piece.new_zeros(len(piece), *shape) for piece in pieces]
         return torch.cat(full)[back]
 
-    kept = [rows_of(a.devices, i) for a, i in zip(asks.values(), mine, strict=True)]
-    each = [[slots[i].task.device for i in by_run if slots[i].run == run] for run in asks]
-    told = [expanded(a, devices) for a, devices in zip(asks.values(), each, strict=True)]
-    return map_tensors(joined, *kept), map_tensors(joined, *told)
+    kept = [rows_of(a.devices, i) for a, i in zip(requests.values(), mine, strict=True)]
+    each = [[slots[i].task.device for i in by_run if slots[i].run == run] for run in requests]
+    sent = [expanded(a, devices) for a, devices in zip(requests.values(), each, strict=True)]
+    return map_tensors(joined, *kept), map_tensors(joined, *sent)

@@ -11,10 +11,10 @@ from fedcpsl.errors import InputError
 from fedcpsl.schedule import DeviceRound, draw_active, draw_tasks
 from fedcpsl.simulation.aggregation import Received, keep_and_count
 from fedcpsl.simulation.executors import Finished, LocalRounds, local_rounds
-from fedcpsl.simulation.round_request import RoundRequest, TrainingData, joint_training_data, told_to, training_data_of
+from fedcpsl.simulation.round_request import RoundRequest, TrainingData, broadcasts_to, joint_data, training_data_of
 from fedcpsl.simulation.setup import Setup
-from fedcpsl.simulation.state import COUNT_BYTES, FiniteCheck, State, bring, give_up, initial_state
-from fedcpsl.simulation.workers import shared_rounds
+from fedcpsl.simulation.state import COUNT_BYTES, FiniteCheck, State, initial_state, load, unload
+from fedcpsl.simulation.workers import choose_backend
 from fedcpsl.trees import Tree, bytes_of, leaves, map_tensors
 
 SMALLER = "use a smaller algorithm.eta (or algorithm.alpha_p)"
@@ -37,25 +37,25 @@ def simulate_together(setups: Sequence[Setup], start: Sequence[State] | None = N
     states = list(start or map(initial_state, setups))
     if start is None:
         yield states
-    ground = joint_training_data([setup.device_data for setup in setups], [state.targets for state in states])
+    data = joint_data([setup.device_data for setup in setups], [state.targets for state in states])
     first_rows = [0, *accumulate(len(state.targets) for state in states)]
-    asks = [_largest(state, first) for state, first in zip(states, first_rows, strict=False)]
-    with shared_rounds(asks, ground) as (devices, ground, run):
-        pieces = ground.targets.split([len(state.targets) for state in states])
+    requests = [_largest_request(state, first) for state, first in zip(states, first_rows, strict=False)]
+    with choose_backend(requests, data) as (devices, data, run):
+        pieces = data.targets.split([len(state.targets) for state in states])
         states = [s._replace(devices=d, targets=t) for s, d, t in zip(states, devices, pieces, strict=True)]
         while any(state.round < state.setup.total_rounds for state in states):
             plans = [draw_plan(state) if state.round < state.setup.total_rounds else None for state in states]
-            states = next_states(states, plans, ground, first_rows, run)
+            states = next_states(states, plans, data, first_rows, run)
             if all(state.round == state.setup.total_rounds for state in states):
-                settle(states)
+                raise_if_not_finite(states)
             yield states
 
 
-def settle(states: Sequence[State]) -> None:
-    """Stop if a run's last round lost its numbers; before anything of it is kept for good."""
+def raise_if_not_finite(states: Sequence[State]) -> None:
+    """Raise RunError if a run's last round gave NaN or inf; called before saving."""
     for run, state in enumerate(states):
         if state.finite_check:
-            state.finite_check.settle(run)
+            state.finite_check.raise_if_not_finite(run)
 
 
 def draw_plan(state: State) -> list[DeviceRound]:
@@ -90,20 +90,24 @@ def next_state(state: State, plan: Sequence[DeviceRound], run: LocalRounds = loc
 def next_states(
     states: Sequence[State],
     plans: Sequence[Sequence[DeviceRound] | None],
-    ground: TrainingData,
+    data: TrainingData,
     first_rows: Sequence[int],
     run: LocalRounds,
 ) -> list[State]:
     """One round of every run that has a plan."""
     states = [
-        state if plan is None else bring(_admit_joiners(state), plan) for state, plan in zip(states, plans, strict=True)
+        state if plan is None else load(_admit_joiners(state), plan) for state, plan in zip(states, plans, strict=True)
     ]
-    asks = [_ask(state, plan or (), first) for state, plan, first in zip(states, plans, first_rows, strict=False)]
-    all_finished = list(run(asks, ground))
-    settle(states)  # the round before is done by now; whatever is not finite in this one is found in the next
+    requests = [
+        _request(state, plan or (), first) for state, plan, first in zip(states, plans, first_rows, strict=False)
+    ]
+    all_finished = list(run(requests, data))
+    raise_if_not_finite(
+        states
+    )  # the round before is done by now; whatever is not finite in this one is found in the next
     totals: list[Tree | None] = [None] * len(states)
     ours = [False] * len(states)  # whether a total is memory of our own, to be added to in place
-    for counted_in, counted in keep_and_count(states, asks, all_finished):
+    for counted_in, counted in keep_and_count(states, requests, all_finished):
         before = totals[counted_in]
         if isinstance(before, list):
             counted = before + counted
@@ -112,29 +116,29 @@ def next_states(
             counted, ours[counted_in] = map_tensors(add, before, counted), True
         totals[counted_in] = counted
     after = []
-    for run_number, (state, plan, ask, total) in enumerate(zip(states, plans, asks, totals, strict=True)):
+    for run_number, (state, plan, request, total) in enumerate(zip(states, plans, requests, totals, strict=True)):
         own = [finished for finished in all_finished if finished.run == run_number]
-        after.append(state if plan is None else _after(state, plan, ask, total, own))
-        give_up(state, ask.plan)
-    after = _in_doubt(after, plans, all_finished)
-    if not ground.targets.is_cuda:
-        settle(after)
+        after.append(state if plan is None else _after(state, plan, request, total, own))
+        unload(state, request.plan)
+    after = _with_finite_checks(after, plans, all_finished)
+    if not data.targets.is_cuda:
+        raise_if_not_finite(after)
     return after
 
 
 def _after(
-    state: State, plan: Sequence[DeviceRound], ask: RoundRequest, total: Tree | None, own: Sequence[Finished]
+    state: State, plan: Sequence[DeviceRound], request: RoundRequest, total: Tree | None, own: Sequence[Finished]
 ) -> State:
     """The state once the server has counted the round's uploads."""
-    setup, server, working = state.setup, state.server, ask.plan
+    setup, server, working = state.setup, state.server, request.plan
     if isinstance(total, list):
         server = optional(setup.algorithm, "receive")(setup.method, server, *_in_device_order(total))
     elif total is not None:
         server = setup.algorithm.apply(setup.method, server, total, len(setup.roster(state.round)))
     active_rounds = state.active_rounds.copy()
     active_rounds[[task.device for task in working if not task.personal]] += 1
-    told = ask.broadcast if ask.rows is None else map_tensors(lambda t: t[:1], ask.broadcast)
-    up, down = _traffic(setup, state.round, told, own)
+    sent = request.broadcast if request.rows is None else map_tensors(lambda t: t[:1], request.broadcast)
+    up, down = _traffic(setup, state.round, sent, own)
     costs = {task.device: cost for each in own for task, cost in zip(each.group, each.costs.unbind(), strict=True)}
     return state._replace(
         round=state.round + 1,
@@ -157,27 +161,29 @@ def _in_device_order(received: Sequence[Received]) -> tuple[torch.Tensor, Tree, 
     return torch.tensor([devices[i] for i in order], device=omega.device), upload, omega
 
 
-def _ask(state: State, plan: Sequence[DeviceRound], first_row: int) -> RoundRequest:
+def _request(state: State, plan: Sequence[DeviceRound], first_row: int) -> RoundRequest:
     """What a run's devices work with in a round; one that can do nothing changes nothing."""
     working = [task for task in plan if task.steps > 0]
-    broadcast, rows = told_to(state.setup, state.server, [task.device for task in working])
+    broadcast, rows = broadcasts_to(state.setup, state.server, [task.device for task in working])
     return RoundRequest(state.setup, working, state.devices, broadcast, first_row, state.sparse, rows)
 
 
-def _largest(state: State, first_row: int) -> RoundRequest:
-    """As large as a round's part of a run can become: for whoever must make room for it."""
+def _largest_request(state: State, first_row: int) -> RoundRequest:
+    """The largest request that a run can have, for allocating buffers."""
     setup = state.setup
     everybody = setup.method.traits.everyone or setup.personal_rounds
     most = range(setup.devices if everybody else min(setup.work.active, setup.devices))
-    broadcast, rows = told_to(setup, state.server, most)
+    broadcast, rows = broadcasts_to(setup, state.server, most)
     return RoundRequest(setup, (), state.devices, broadcast, first_row, rows=rows)
 
 
-def _in_doubt(
+def _with_finite_checks(
     after: Sequence[State], plans: Sequence[Sequence[DeviceRound] | None], all_finished: Sequence[Finished]
 ) -> list[State]:
-    """The states with what will be known of them: whether every device's numbers and the global model are finite."""
+    """The states with a check, known later on a GPU, whether all devices' results and the server's state are finite."""
     flags, errors, sizes = [], list[str](), []
+    servers = [[t for t in leaves(state.server) if t.numel() and t.is_floating_point()] for state in after]
+    finite_servers = _are_finite([t for server in servers for t in server]).split([len(server) for server in servers])
     for run, state in enumerate(after):
         own = [finished for finished in all_finished if finished.run == run]
         names = [state.setup.names[task.device] for finished in own for task in finished.group]
@@ -185,25 +191,27 @@ def _in_doubt(
             f"the loss of device {name} is no longer a finite number in round {state.round}; {SMALLER}"
             for name in names
         ]
-        errors.append(f"the global model is no longer finite after round {state.round}; {SMALLER}")
-        flags += [*(finished.fine for finished in own), _is_finite(state.server)[None]]
-        sizes.append(len(names) + 1)
-    fine, known = torch.cat(flags), None
-    if fine.is_cuda:
-        fine, known = fine.to("cpu", non_blocking=True), torch.cuda.Event()
+        errors += [f"the global model is no longer finite after round {state.round}; {SMALLER}"] * len(servers[run])
+        flags += [*(finished.finite for finished in own), finite_servers[run]]
+        sizes.append(len(names) + len(servers[run]))
+    finite, known = torch.cat(flags), None
+    if finite.is_cuda:
+        finite, known = finite.to("cpu", non_blocking=True), torch.cuda.Event()
         known.record()
-    doubts = []
-    for each in fine.split(sizes):
-        doubts.append(FiniteCheck(each, known, errors[: len(each)]))
+    checks = []
+    for each in finite.split(sizes):
+        checks.append(FiniteCheck(each, known, errors[: len(each)]))
         errors = errors[len(each) :]
     return [
         state if plan is None else state._replace(finite_check=finite_check)
-        for state, plan, finite_check in zip(after, plans, doubts, strict=True)
+        for state, plan, finite_check in zip(after, plans, checks, strict=True)
     ]
 
 
-def _is_finite(server: Tree) -> torch.Tensor:
-    return torch.stack([t.isfinite().all() for t in leaves(server) if t.numel()]).all()
+def _are_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Whether all numbers of each tensor are finite, [tensors]; the largest decides, and those of all go at once."""
+    largest = torch._foreach_norm(tensors, torch.inf)
+    return torch.stack([number.to(largest[0].dtype) for number in largest]).isfinite()
 
 
 def _traffic(setup: Setup, round: int, broadcast: Tree, own: Sequence[Finished]) -> tuple[int, int]:

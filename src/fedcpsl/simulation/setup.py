@@ -111,11 +111,11 @@ class Setup(NamedTuple):
 
     @property
     def kept_method(self) -> Method:
-        """The method that says what a device keeps: with a personal model if it ever has one."""
+        """The method for what a device keeps: with a personal model if it ever has one."""
         return self.personal_method if self.personal_rounds else self.method
 
     def method_after(self, round: int) -> Method:
-        """The method that devices predict with after so many rounds."""
+        """The method that devices predict with after `round` rounds."""
         return self.personal_method if round > self.rounds else self.method
 
     def method_of(self, task: schedule.DeviceRound) -> Method:

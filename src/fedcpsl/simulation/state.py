@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fedcpsl.errors import RunError
 from fedcpsl.schedule import DeviceRound
-from fedcpsl.simulation.device_data import put_back, stock
+from fedcpsl.simulation.device_data import keep_labels, load_samples
 from fedcpsl.simulation.setup import Setup
-from fedcpsl.simulation.store import Sparse, sparse_states, wake
+from fedcpsl.simulation.store import Sparse, activate, sparse_states
 from fedcpsl.trees import Tree, map_tensors
 
 COUNT_BYTES = 8  # a step count, or one of the sizes n_i and m_i
@@ -20,16 +20,16 @@ COUNT_BYTES = 8  # a step count, or one of the sizes n_i and m_i
 class FiniteCheck(NamedTuple):
     """Whether a round's numbers are finite: known on a GPU only once it has computed them, while the host goes on."""
 
-    fine: Tensor  # on the host
+    finite: Tensor  # on the host
     known: Any  # an event to wait for, or None
     errors: list[str]  # what to say of each
 
-    def settle(self, run: int) -> None:
-        """Stop if something is lost."""
+    def raise_if_not_finite(self, run: int) -> None:
+        """Raise RunError if something is not finite."""
         if self.known is not None:
             self.known.synchronize()
-        if not self.fine.all():
-            error = RunError(self.errors[self.fine.tolist().index(False)])
+        if not self.finite.all():
+            error = RunError(self.errors[self.finite.tolist().index(False)])
             error.run = run
             raise error
 
@@ -98,22 +98,22 @@ def initial_state(setup: Setup) -> State:
     )
 
 
-def bring(state: State, plan: Sequence[DeviceRound]) -> State:
-    """Have what a round's devices work with there: their states and, where they are made on demand, their samples."""
+def load(state: State, plan: Sequence[DeviceRound]) -> State:
+    """Load what a round's devices work with: their states and, where they are made on demand, their samples."""
     setup, sparse, working = state.setup, state.sparse, [task.device for task in plan if task.steps > 0]
     if sparse is None:
         return state
     if setup.supply:
-        stock(setup.device_data, setup.supply, state.targets, sparse.nu, sparse.there, working)
-    return state._replace(sparse=wake(state.devices, sparse, working, setup.joins))
+        load_samples(setup.device_data, setup.supply, state.targets, sparse.nu, sparse.there, working)
+    return state._replace(sparse=activate(state.devices, sparse, working, setup.joins))
 
 
-def give_up(state: State, plan: Sequence[DeviceRound]) -> None:
-    """Keep the pseudo-labels of samples that are made on demand, and give up memory of what is on disk."""
+def unload(state: State, plan: Sequence[DeviceRound]) -> None:
+    """Store the pseudo-labels of samples made on demand, and release memory of what is on disk."""
     sparse = state.sparse
     if sparse is None:
         return
     if state.setup.supply:
         which = [task.device for task in plan]
-        put_back(state.setup.device_data, state.targets, sparse.nu, sparse.maps[-1], which)
+        keep_labels(state.setup.device_data, state.targets, sparse.nu, sparse.maps[-1], which)
     sparse.release()

@@ -44,7 +44,7 @@ class Map(NamedTuple):
             raise RunError(f"the states of devices cannot be stored: {error.strerror}; free some disk space") from error
 
     def release(self) -> None:
-        """Give up the memory of what was read; the system keeps as much of the file in memory as it sees fit."""
+        """Release the memory of what was read; the system caches as much of the file as it sees fit."""
         if hasattr(self.memory, "madvise"):
             self.memory.madvise(mmap.MADV_DONTNEED)
 
@@ -66,14 +66,14 @@ class Sparse(NamedTuple):
         return sum(512 * os.fstat(each.file).st_blocks for each in self.maps if each is not None)
 
     def release(self) -> None:
-        """Give up the memory of what was read from disk."""
+        """Release the memory of what was read from disk."""
         for each in self.maps:
             if each is not None:
                 each.release()
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that nobody uses now."""
+    """Memory that is free now."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     info = Path("/proc/meminfo")
@@ -123,8 +123,8 @@ def shared_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(shared_memory(prod(shape) * dtype.itemsize), dtype=dtype).view(tuple(shape))
 
 
-def wake(devices: Tree, sparse: Sparse, which: Sequence[int], joins: NDArray[np.int64]) -> Sparse:
-    """Put devices that are active for the first time there, as they start."""
+def activate(devices: Tree, sparse: Sparse, which: Sequence[int], joins: NDArray[np.int64]) -> Sparse:
+    """Store the initial states of devices that are active for the first time."""
     new = [device for device in which if not sparse.there[device]]
     if not new:
         return sparse

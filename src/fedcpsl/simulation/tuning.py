@@ -14,10 +14,10 @@ from fedcpsl import settings
 from fedcpsl.schedule import DeviceRound, draw_tasks
 from fedcpsl.simulation.executors import local_rounds
 from fedcpsl.simulation.ranks import world
-from fedcpsl.simulation.round_request import RoundRequest, told_to, training_data_of
+from fedcpsl.simulation.round_request import RoundRequest, broadcasts_to, training_data_of
 from fedcpsl.simulation.setup import Setup
 from fedcpsl.simulation.store import free_bytes
-from fedcpsl.simulation.workers import one_thread, shared_rounds
+from fedcpsl.simulation.workers import choose_backend, one_thread
 from fedcpsl.trees import bytes_of, map_tensors
 
 SHARE = 0.6  # of the free memory that is planned with
@@ -80,7 +80,7 @@ def _take_one_step(setup: Setup, count: int) -> None:
     plan = draw_tasks(setup.seed, 0, range(count), setup.sizes, one, unlabelled=unlabelled, dropout=dropout)
     plan = [task._replace(relabels=False) for task in plan if task.steps]
     server = setup.first_server()
-    kept, (broadcast, rows) = setup.first_device(server), told_to(setup, server, range(count))
+    kept, (broadcast, rows) = setup.first_device(server), broadcasts_to(setup, server, range(count))
     devices = map_tensors(lambda t: t.expand(count, *t.shape).clone(), kept)
     for _ in local_rounds(
         [RoundRequest(setup, plan, devices, broadcast, rows=rows)],
@@ -201,20 +201,20 @@ def device_steps_per_second(setup: Setup, layout: Layout, seconds: float) -> flo
     trial = laid_out(setup, layout)
     count = min(setup.work.active, max(MANY, int(ONE_STEP / seconds_of_step(setup))))
     server = setup.first_server()
-    broadcast, rows = told_to(setup, server, range(count))
+    broadcast, rows = broadcasts_to(setup, server, range(count))
     devices = map_tensors(lambda t: t.expand(count, *t.shape).clone(), setup.first_device(server))
-    ask = RoundRequest(trial, (), devices, broadcast, rows=rows)
+    request = RoundRequest(trial, (), devices, broadcast, rows=rows)
     steps, rounds = 1, list[tuple[int, float]]()
     try:
-        with shared_rounds([ask], training_data_of(trial.device_data, trial.device_data.one_hot.clone())) as (
+        with choose_backend([request], training_data_of(trial.device_data, trial.device_data.one_hot.clone())) as (
             own,
-            ground,
+            data,
             run,
         ):
             for share in (0.2, 1.0, 0.0):  # the first round warms up; each says how many steps the next one takes
                 plan = _plan(trial, count, steps)
                 began = time.perf_counter()
-                for _ in run([ask._replace(plan=plan, devices=own[0])], ground):
+                for _ in run([request._replace(plan=plan, devices=own[0])], data):
                     pass
                 rounds.append((sum(task.steps for task in plan), time.perf_counter() - began))
                 steps = max(1, int(share * seconds / rounds[-1][1] * steps))
@@ -230,7 +230,7 @@ def _rate(short: tuple[int, float], long: tuple[int, float]) -> float:
 
 
 def _plan(setup: Setup, count: int, steps: int | None) -> list[DeviceRound]:
-    """Tasks of the first devices, of so many steps or of a round's; none of them renews its labels."""
+    """Tasks of the first devices, of a given number of steps or of a round's; none renews its labels."""
     work = setup.work if steps is None else setup.work._replace(unit="steps", amount=steps)
     dropout, unlabelled = setup.method.network.has_dropout, setup.method.traits.unlabelled
     plan = draw_tasks(setup.seed, 0, range(count), setup.sizes, work, unlabelled=unlabelled, dropout=dropout)

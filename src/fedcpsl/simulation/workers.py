@@ -33,40 +33,40 @@ from fedcpsl.trees import Tree, leaves, map_tensors, rebuilt
 Result = tuple[Tree, Tree]  # what a device keeps, and its upload
 
 
-class Note(NamedTuple):
-    """What a worker says of some devices' results; the rest of them is on the shared."""
+class ResultNote(NamedTuple):
+    """A worker's message about some devices' results, which are in shared memory."""
 
     run: int
     group: list[DeviceRound]
-    row: int  # the first on the shared
+    row: int  # the first in shared memory
     empty: list[bool]  # which tensors of the result are, where others of the run are not
     numbers: tuple[NDArray[Any], ...]  # costs and fine of `Finished`
 
 
-def shared_memory_for(ask: RoundRequest) -> Result:
+def shared_memory_for(request: RoundRequest) -> Result:
     """Room for as many devices as a round of the run can have; a round overwrites what the one before left.
 
     Its memory counts once it is used.
     """
-    setup = ask.setup
+    setup = request.setup
     everyone = setup.method.traits.everyone or setup.personal_rounds
     rows = setup.devices if everyone else min(setup.work.active, setup.devices)
-    return map_tensors(lambda t: shared_zeros((rows, *t.shape), t.dtype), example_of(ask, setup.method)[:2])
+    return map_tensors(lambda t: shared_zeros((rows, *t.shape), t.dtype), example_of(request, setup.method)[:2])
 
 
-def leave(shared: Result, row: int, finished: Finished) -> Note:
-    """Put results on the shared, from a row on."""
+def write_results(shared: Result, row: int, finished: Finished) -> ResultNote:
+    """Write results into shared memory, from a row on."""
     mine, empty = slice(row, row + len(finished.group)), []
     for room, new in zip(leaves(shared), leaves((finished.device, finished.upload)), strict=True):
         empty.append(not new.numel())
         if new.numel():
             room[mine] = new
-    numbers = (finished.costs, finished.fine)
-    return Note(finished.run, finished.group, row, empty, tuple(t.numpy() for t in numbers))
+    numbers = (finished.costs, finished.finite)
+    return ResultNote(finished.run, finished.group, row, empty, tuple(t.numpy() for t in numbers))
 
 
-def found(shared_results: Sequence[Result], note: Note) -> Finished:
-    """The results that a note speaks of: good until the next round."""
+def read_results(shared_results: Sequence[Result], note: ResultNote) -> Finished:
+    """The results that a note describes: valid until the next round."""
     shared, mine = shared_results[note.run], slice(note.row, note.row + len(note.group))
 
     def taken(room: Tensor, *, empty: bool) -> Tensor:
@@ -74,60 +74,60 @@ def found(shared_results: Sequence[Result], note: Note) -> Finished:
 
     pieces = [taken(room, empty=empty) for room, empty in zip(leaves(shared), note.empty, strict=True)]
     device, upload = rebuilt(shared, pieces)
-    costs, fine = map(torch.from_numpy, note.numbers)
-    return Finished(note.run, note.group, device, upload, costs, fine)
+    costs, finite = map(torch.from_numpy, note.numbers)
+    return Finished(note.run, note.group, device, upload, costs, finite)
 
 
-# glibc keeps what is freed, if not larger than a piece freed before, up to this; else pages are made anew every time
+# glibc keeps what is freed, if not larger than a piece freed before, up to this; else pages are allocated every time
 KEPT = 31 << 20
 
 
 @contextmanager
-def shared_rounds(
-    asks: Sequence[RoundRequest], ground: TrainingData
+def choose_backend(
+    requests: Sequence[RoundRequest], data: TrainingData
 ) -> Iterator[tuple[list[Tree], TrainingData, LocalRounds]]:
-    """`local_rounds` by whatever serves the runs best, and the device states and ground it works on."""
-    setup, states = asks[0].setup, [ask.devices for ask in asks]
+    """`local_rounds` on processes, ranks or in this process, and the device states and training data it works on."""
+    setup, states = requests[0].setup, [request.devices for request in requests]
     here: LocalRounds = local_rounds
-    if setup.vectorised and ground.targets.is_cuda:
+    if setup.vectorised and data.targets.is_cuda:
         here = partial(local_rounds, take_steps=captured_steps())
     if world()[1] > 1:
-        yield states, ground, partial(_run_on_ranks, here)
+        yield states, data, partial(_run_on_ranks, here)
         return
     if setup.processes == 1:
-        yield states, ground, here
+        yield states, data, here
         return
-    ground = ground._replace(targets=_shared(ground.targets))
-    asks = [
-        ask._replace(
-            devices=ask.devices if ask.setup.sparse else map_tensors(_shared, ask.devices),
-            broadcast=map_tensors(_shared, ask.broadcast),
+    data = data._replace(targets=_shared(data.targets))
+    requests = [
+        request._replace(
+            devices=request.devices if request.setup.sparse else map_tensors(_shared, request.devices),
+            broadcast=map_tensors(_shared, request.broadcast),
         )
-        for ask in asks
+        for request in requests
     ]
-    shared_results = [shared_memory_for(ask) for ask in asks]
-    with _forked(setup.processes, asks, ground, shared_results) as pipes:
-        yield [ask.devices for ask in asks], ground, partial(_run_shared, pipes, asks, shared_results)
+    shared_results = [shared_memory_for(request) for request in requests]
+    with _forked(setup.processes, requests, data, shared_results) as pipes:
+        yield [request.devices for request in requests], data, partial(_run_shared, pipes, requests, shared_results)
 
 
-def _run_on_ranks(here: LocalRounds, asks: Sequence[RoundRequest], ground: TrainingData) -> Iterator[Finished]:
+def _run_on_ranks(here: LocalRounds, requests: Sequence[RoundRequest], data: TrainingData) -> Iterator[Finished]:
     """The runs' slots over the ranks of the job."""
     rank, size = world()
-    shares = share_out(asks, size)
-    mine = [ask._replace(plan=plan) for ask, plan in zip(asks, shares[rank], strict=True)]
-    return exchanged(asks, shares, ground, lambda: list(here(mine, ground)))
+    shares = share_out(requests, size)
+    mine = [request._replace(plan=plan) for request, plan in zip(requests, shares[rank], strict=True)]
+    return exchanged(requests, shares, data, lambda: list(here(mine, data)))
 
 
 @contextmanager
 def _forked(
-    count: int, asks: Sequence[RoundRequest], ground: TrainingData, shared_results: Sequence[Result]
+    count: int, requests: Sequence[RoundRequest], data: TrainingData, shared_results: Sequence[Result]
 ) -> Iterator[list[Connection]]:
     """Worker processes that know the runs, and the pipes to them."""
     pipes: list[Connection] = []
     processes = []
     for _ in range(count):
         ours, theirs = get_context("fork").Pipe()
-        given = (theirs, [*pipes, ours], asks, ground, shared_results)
+        given = (theirs, [*pipes, ours], requests, data, shared_results)
         process = get_context("fork").Process(target=_work, args=given, daemon=True)
         with warnings.catch_warnings():  # forking beside idle threads: the child starts none and uses no lock of theirs
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -149,24 +149,24 @@ def _run_shared(
     pipes: Sequence[Connection],
     boards: Sequence[RoundRequest],
     shared_results: Sequence[Result],
-    asks: Sequence[RoundRequest],
+    requests: Sequence[RoundRequest],
     _: TrainingData,
 ) -> Iterator[Finished]:
     """The runs' slots over the workers; what is broadcast and what comes back go over memory that they share."""
-    for board, ask in zip(boards, asks, strict=True):
-        if ask.rows is None:
-            map_tensors(lambda mine, new: mine.copy_(new), board.broadcast, ask.broadcast)
+    for board, request in zip(boards, requests, strict=True):
+        if request.rows is None:
+            map_tensors(lambda mine, new: mine.copy_(new), board.broadcast, request.broadcast)
         else:
-            map_tensors(lambda mine, new: mine[: len(new)].copy_(new), board.broadcast, ask.broadcast)
-    shares = share_out(asks, len(pipes))
-    rows = [0] * len(asks)
+            map_tensors(lambda mine, new: mine[: len(new)].copy_(new), board.broadcast, request.broadcast)
+    shares = share_out(requests, len(pipes))
+    rows = [0] * len(requests)
     for pipe, share in zip(pipes, shares, strict=True):
-        _ask(pipe.send, (share, rows, [ask.rows for ask in asks]))
+        _request(pipe.send, (share, rows, [request.rows for request in requests]))
         rows = [first + len(plan) for first, plan in zip(rows, share, strict=True)]
     with one_thread():
         for pipe in pipes:
-            while (answer := _ask(pipe.recv)) is not None:
-                yield found(shared_results, answer)
+            while (answer := _request(pipe.recv)) is not None:
+                yield read_results(shared_results, answer)
 
 
 @contextmanager
@@ -180,10 +180,10 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def share_out(asks: Sequence[RoundRequest], shares: int) -> list[list[list[DeviceRound]]]:
+def share_out(requests: Sequence[RoundRequest], shares: int) -> list[list[list[DeviceRound]]]:
     """Every run's devices to processes, so that all have about as many steps; in device order within each."""
-    loads, dealt = [0] * shares, [[list[DeviceRound]() for _ in asks] for _ in range(shares)]
-    slots = [(run, task) for run, ask in enumerate(asks) for task in ask.plan]
+    loads, dealt = [0] * shares, [[list[DeviceRound]() for _ in requests] for _ in range(shares)]
+    slots = [(run, task) for run, request in enumerate(requests) for task in request.plan]
     for run, task in sorted(slots, key=lambda slot: (-slot[1].steps, slot[0], slot[1].device)):
         least = loads.index(min(loads))
         dealt[least][run].append(task)
@@ -203,8 +203,8 @@ def _shared(tensor: Tensor) -> Tensor:
 def _work(
     pipe: Connection,
     others: list[Connection],
-    asks: Sequence[RoundRequest],
-    ground: TrainingData,
+    requests: Sequence[RoundRequest],
+    data: TrainingData,
     shared_results: Sequence[Result],
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -218,23 +218,26 @@ def _work(
     try:
         while True:
             gc.collect()
-            _answer(pipe, asks, ground, shared_results)
+            _answer(pipe, requests, data, shared_results)
     except (EOFError, BrokenPipeError, ConnectionResetError):  # the main process is gone or has stopped listening
         os._exit(0)
 
 
 def _answer(
-    pipe: Connection, asks: Sequence[RoundRequest], ground: TrainingData, shared_results: Sequence[Result]
+    pipe: Connection, requests: Sequence[RoundRequest], data: TrainingData, shared_results: Sequence[Result]
 ) -> None:
-    plans, rows, told = pipe.recv()
+    plans, rows, broadcast_rows = pipe.recv()
     try:
-        mine = [ask._replace(plan=plan, rows=own) for ask, plan, own in zip(asks, plans, told, strict=True)]
-        for finished in local_rounds(mine, ground):
-            pipe.send(leave(shared_results[finished.run], rows[finished.run], finished))
+        mine = [
+            request._replace(plan=plan, rows=own)
+            for request, plan, own in zip(requests, plans, broadcast_rows, strict=True)
+        ]
+        for finished in local_rounds(mine, data):
+            pipe.send(write_results(shared_results[finished.run], rows[finished.run], finished))
             rows[finished.run] += len(finished.group)
-        for ask in asks:
-            if ask.sparse:
-                ask.sparse.release()
+        for request in requests:
+            if request.sparse:
+                request.sparse.release()
         pipe.send(None)
     except (BrokenPipeError, ConnectionResetError):
         raise
@@ -242,7 +245,7 @@ def _answer(
         pipe.send(error)
 
 
-def _ask(call: Callable[..., Any], *arguments: Any) -> Any:
+def _request(call: Callable[..., Any], *arguments: Any) -> Any:
     try:
         answer = call(*arguments)
     except (EOFError, BrokenPipeError, ConnectionResetError):

@@ -17,7 +17,7 @@ from fedcpsl.data.roles import Shares
 from fedcpsl.data.scaling import Scaling, fit_scaling
 from fedcpsl.engine import Network
 from fedcpsl.errors import InputError
-from fedcpsl.evaluation import own_model
+from fedcpsl.evaluation import own_models
 from fedcpsl.methods import Resolved, numbers_of, resolved, unknown_sizes
 from fedcpsl.models import choose_model, make_model
 from fedcpsl.schedule import stream
@@ -74,7 +74,7 @@ def learn(
     general = setup.algorithm.general_model(method, state.server)
     own = None
     if method.traits.personal:
-        own = np.stack([own_model(state, i).cpu().numpy() for i in range(len(names))])
+        own = np.stack([model.cpu().numpy() for model in own_models(state, range(len(names)))])
     return Learnt(
         settings=replace(config.algorithm, eta=choose_eta(config.algorithm.eta, "", "epochs")),
         work=config.work,
