@@ -1,4 +1,4 @@
-"""Files and folders written whole or not at all, with digests and locks; for every module that writes.
+"""Files and folders written atomically (completely or not at all), digests and locks: for every module that writes.
 
 Tensors are saved as safetensors files with a checksum of their content. Importing this module does not import torch.
 """
@@ -268,7 +268,7 @@ def load_tensors(path: Path) -> "tuple[dict[str, Tensor], dict[str, int]]":
 
 
 def _advice(path: Path) -> str:
-    """Return what to do about a corrupt file: where it is a checkpoint, an older one may be left."""
+    """Return what to do about a corrupt file: if it is a checkpoint, there may be an older one."""
     others = [other.name for other in path.parent.glob("round-*.safetensors") if other.name < path.name]
     return f"move it away to resume from {max(others)}" if others else "move it away to start over"
 

@@ -189,10 +189,10 @@ def inspect_extras() -> list[Part]:
 def inspect_programs() -> list[Part]:
     """Return external programs that some commands start or files mention."""
     wanted = PROGRAMS | ({"cc": COMPILER} if torch.cuda.is_available() else {})
-    beside = str(Path(sys.executable).parent)
+    own_folder = str(Path(sys.executable).parent)
     found = []
     for name, purpose in wanted.items():
-        path = shutil.which(name, path=beside) or shutil.which(name)
+        path = shutil.which(name, path=own_folder) or shutil.which(name)
         found.append(Part(name, purpose, path, None if path else _install_program(name)))
     return found
 

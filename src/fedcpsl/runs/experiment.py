@@ -133,9 +133,7 @@ class MetricsWriter:
         pending = self._examine(states) if evaluated else None
         self.flush()
         self._pending = states, pending
-        if (
-            self._gaps or not states[0].targets.is_cuda
-        ):  # gaps are computed from the state, which the next round changes
+        if self._gaps or not states[0].targets.is_cuda:  # gaps are computed from the state, which will change
             self.flush()
 
     def flush(self) -> None:

@@ -112,10 +112,10 @@ def check_ranks(folder: Path, manifest: dict[str, Any], ranks: int) -> None:
     """Raise InputError unless a run is resumed with its number of ranks, which its bit-for-bit results need."""
     started = manifest["layout"].get("ranks", 1)
     if started != ranks:
-        command, whole = ("run", folder) if len(group_of(folder)) == 1 else ("compare", folder.parent.parent)
+        command, job = ("run", folder) if len(group_of(folder)) == 1 else ("compare", folder.parent.parent)
         raise InputError(
             f"{folder}: was started with {started} rank{'s' * (started > 1)}, not {ranks}; resume it with: "
-            f"{way_on(command, whole, started)}"
+            f"{way_on(command, job, started)}"
         )
 
 
@@ -127,9 +127,9 @@ def group_of(folder: Path) -> list[str]:
 
 def command_for_all(folder: Path) -> str:
     """Return the command that resumes a run of a group: a comparison is resumed, a study is started again."""
-    whole = folder.parent.parent
-    if (whole / "comparison.json").is_file():
-        return f"fedcpsl compare --resume {whole}"
+    comparison = folder.parent.parent
+    if (comparison / "comparison.json").is_file():
+        return f"fedcpsl compare --resume {comparison}"
     return " ".join(read_manifest(folder)["command"])
 
 
