@@ -128,8 +128,7 @@ class _Tracked:
             self._disabled = True
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             print(
-                f"fedcpsl: {self._folder}: {self._name} failed at {when} and is disabled for this run, which continues: "
-                f"{reason}",
+                f"fedcpsl: {self._folder}: {self._name} failed at {when} and is disabled; the run continues: {reason}",
                 file=sys.stderr,
             )
 
