@@ -344,7 +344,7 @@ def test_comparing_on_samples_made_on_demand(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["run", "--gaps"], "gaps need the samples of all devices at a time"),
+        (["run", "--gaps"], "gaps need the samples of all devices at once"),
         (["run", "--set", "data.stratified=true"], "data.stratified: has no meaning for the data set synthetic"),
         (["run", "--set", "data.normalise=standard"], "synthetic inputs are normalised as they are"),
         (["run", "--partition", "iid"], "synthetic has devices of its own"),
