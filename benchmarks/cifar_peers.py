@@ -244,7 +244,7 @@ def table(contenders: list[Contender], runs: list[Result]) -> str:
 
 def machine(device: str) -> str:
     if device == "cpu":
-        from fedcpsl.runs.manifest import cpu_name
+        from fedcpsl.runs.environment import cpu_name
 
         return cpu_name()
     asked = "import torch; print(torch.cuda.get_device_name())"  # in a process of its own, which lets go of the GPU
@@ -276,7 +276,7 @@ def main() -> None:
     if chosen.vendor:
         vendor(chosen.vendor, chosen.python)
         return
-    from fedcpsl.runs.manifest import git_commit
+    from fedcpsl.runs.environment import git_commit
 
     contenders = lineup(chosen)
     about = {

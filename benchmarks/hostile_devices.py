@@ -32,7 +32,7 @@ from fedcpsl.federation.local_round import log_predictions
 from fedcpsl.federation.loopback import Loopback
 from fedcpsl.federation.messages import TRAIN
 from fedcpsl.federation.robustness import AGGREGATIONS, BY_COORDINATE, Limits, lower_median
-from fedcpsl.runs.manifest import cpu_name, git_commit
+from fedcpsl.runs.environment import cpu_name, git_commit
 
 DEVICES, ROUNDS = 10, 30
 ROWS = (*AGGREGATIONS, "clipped, no control variates")

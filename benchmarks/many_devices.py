@@ -25,7 +25,7 @@ import torch
 from mnist_cpu import matmul_rate
 
 from fedcpsl import Data, Run, Work, evaluate, load_federation, mlp, prepare, simulate
-from fedcpsl.runs.manifest import cpu_name, git_commit
+from fedcpsl.runs.environment import cpu_name, git_commit
 
 ACTIVE, BLOCK, BATCH = 20, 10, 64
 LAYERS = [(64, 200), (200, 200), (200, 10)]

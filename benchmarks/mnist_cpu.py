@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from fedcpsl.runs.manifest import cpu_name, git_commit
+from fedcpsl.runs.environment import cpu_name, git_commit
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [(784, 200), (200, 200), (200, 10)]

@@ -19,8 +19,8 @@ from torch import nn
 
 from fedcpsl.config import Config, read_config, with_settings
 from fedcpsl.data.federation import Source
-from fedcpsl.runs.experiment import Experiment, Member, build, load_data, start_together
-from fedcpsl.runs.manifest import git_commit
+from fedcpsl.runs.environment import git_commit
+from fedcpsl.runs.experiment import Experiment, GroupMember, build, load_data, start_together
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -72,7 +72,7 @@ def measure(config: Config, source: Source, runs: int, rounds: int, executor: st
         experiments.append(build(own, source, experiments))
     with tempfile.TemporaryDirectory() as folder:
         folders = [Path(folder) / f"seed{seed}" for seed in range(runs)]
-        members = [Member(e, f, lambda *_: None) for e, f in zip(experiments, folders, strict=True)]
+        members = [GroupMember(e, f, lambda *_: None) for e, f in zip(experiments, folders, strict=True)]
         start_together(members)
         ends = [json.loads((f / "metrics.jsonl").read_text().splitlines()[-1]) for f in folders]
     return {

@@ -11,7 +11,7 @@ from hypothesis import settings
 from torch import nn
 
 from fedcpsl.data.federation import Federation
-from fedcpsl.data.roles import LABELLED, TEST, UNLABELLED
+from fedcpsl.data.split import LABELLED, TEST, UNLABELLED
 
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # with nohup or in the background; processes would inherit it

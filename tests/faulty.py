@@ -10,12 +10,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load, save
 
-from fedcpsl import config
+from fedcpsl import config, storage
 from fedcpsl.algorithms import all_algorithms, traits_of
 from fedcpsl.federation import Message, Participant, Rules, respond, terms_of
 from fedcpsl.federation.device_store import load_kept, restarted, settle
 from fedcpsl.federation.local_data import holdings_of
-from fedcpsl.runs import files
 from fedcpsl.simulation import prepare
 
 from .conftest import small_federation, small_model
@@ -93,11 +92,11 @@ def failing_disk():
                 os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
             raise
 
-    files.os.fsync, Path.replace = synced, replaced
+    storage.os.fsync, Path.replace = synced, replaced
     try:
         yield disk
     finally:
-        files.os.fsync, Path.replace = fsync, rename
+        storage.os.fsync, Path.replace = fsync, rename
 
 
 FULL = OSError(28, os.strerror(28))

@@ -15,7 +15,7 @@ import torch
 from sklearn.datasets import load_digits
 
 from fedcpsl.data.federation import Federation
-from fedcpsl.data.roles import LABELLED, TEST, UNLABELLED
+from fedcpsl.data.split import LABELLED, TEST, UNLABELLED
 from fedcpsl.deployment.addresses import free_port
 from fedcpsl.deployment.job import read_job, server_terms
 from fedcpsl.federation.device_store import load_kept

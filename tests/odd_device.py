@@ -3,9 +3,9 @@
 import os
 import sys
 
+from fedcpsl import storage
 from fedcpsl.cli import run_command
 from fedcpsl.deployment import device_process
-from fedcpsl.runs import files
 
 TRUE_RESPOND, TRUE_FSYNC = device_process.respond, os.fsync
 
@@ -35,7 +35,7 @@ written: list[bool] = []
 if __name__ == "__main__":
     kind, *arguments = sys.argv[1:]
     if kind == "full":
-        files.os.fsync = on_a_filling_disk
+        storage.os.fsync = on_a_filling_disk
     else:
         device_process.respond = {"nan": with_nan, "shapes": of_another_model}[kind]
     sys.exit(run_command(arguments))

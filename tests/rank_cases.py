@@ -50,7 +50,7 @@ def settings_of(given):
     return kind(**{"eta": 0.05} | of_family | given)
 
 
-def company():
+def group():
     """Runs that go together."""
     made = [setup("fedcpsl")]
     for numbers in ({"name": "apfl"}, {"beta": 0.3}):
@@ -65,9 +65,9 @@ def ends():
     for name in CASES:
         *_, last = simulate(setup(name))
         found |= {f"{name}.{field}": t for field, t in tensors(last).items()}
-    *_, states = simulate_together(company())
+    *_, states = simulate_together(group())
     for i, state in enumerate(states):
-        found |= {f"company{i}.{field}": t for field, t in tensors(state).items()}
+        found |= {f"group{i}.{field}": t for field, t in tensors(state).items()}
     return {name: t.clone().contiguous() for name, t in found.items()}
 
 

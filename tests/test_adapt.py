@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedcpsl.export.adaptation import paired_interval
-from fedcpsl.runs.checkpoint import load_tensors
+from fedcpsl.storage import load_tensors
 from tests.command import fedcpsl
 from tests.small_runs import answers_of, array_run, ask, table_run, write_table
 

@@ -8,6 +8,7 @@ import fedcpsl
 ROOT = Path(fedcpsl.__file__).parent
 ORDER = [
     ["errors", "progress", "torchrun", "trees", "__init__"],
+    ["storage"],
     ["settings"],
     ["models", "problem", "schedule"],
     ["engine"],

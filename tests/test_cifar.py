@@ -153,7 +153,7 @@ def test_nothing_in_a_pickle_is_executed(tmp_path, protocol, place):
     batch = evil if place == "alone" else {"data": data, "labels": labels, place: evil}
     (tmp_path / "batch").write_bytes(pickle.dumps(batch, protocol))
     message = refusal(lambda: read_python_batch(tmp_path / "batch"))
-    assert message.startswith(f"{tmp_path / 'batch'}: asks for ")
+    assert message.startswith(f"{tmp_path / 'batch'}: uses ")
     assert message.endswith(".system, which a CIFAR-10 batch does not; fetch the file again")
     assert [path.name for path in tmp_path.iterdir()] == ["batch"]
 
@@ -195,18 +195,18 @@ def test_what_is_no_batch_is_refused(tmp_path, raw):
     [
         ({"data": np.zeros((2, 3072), np.uint8)}, "has no 'data' and 'labels'"),
         ([1], "has no 'data' and 'labels'"),
-        ({"data": [1, 2], "labels": [1, 2]}, "no array"),
-        ({"data": np.zeros((2, 3072), np.int8), "labels": [1, 2]}, "no array of bytes"),
-        ({"data": np.zeros((2, 3072), np.float32), "labels": [1, 2]}, "no array of bytes"),
-        ({"data": np.zeros((2, 1024), np.uint8), "labels": [1, 2]}, "no array of n x 3072"),
-        ({"data": np.zeros((0, 3072), np.uint8), "labels": []}, "no array of n x 3072"),
+        ({"data": [1, 2], "labels": [1, 2]}, "not an array"),
+        ({"data": np.zeros((2, 3072), np.int8), "labels": [1, 2]}, "not an array of bytes"),
+        ({"data": np.zeros((2, 3072), np.float32), "labels": [1, 2]}, "not an array of bytes"),
+        ({"data": np.zeros((2, 1024), np.uint8), "labels": [1, 2]}, "not an array of n x 3072"),
+        ({"data": np.zeros((0, 3072), np.uint8), "labels": []}, "not an array of n x 3072"),
         ({"data": np.zeros((2, 3072), np.uint8), "labels": [1]}, "2 images but 1 labels"),
         ({"data": np.zeros((2, 3072), np.uint8), "labels": [1, 10]}, "classes from 0 to 9"),
         ({"data": np.zeros((2, 3072), np.uint8), "labels": [1, -1]}, "classes from 0 to 9"),
         ({"data": np.zeros((2, 3072), np.uint8), "labels": [1, True]}, "classes from 0 to 9"),
         ({"data": np.zeros((2, 3072), np.uint8), "labels": [1, "2"]}, "classes from 0 to 9"),
         ({"data": np.zeros((2, 3072), np.uint8), "labels": [1, 2.0]}, "BINFLOAT"),
-        ({"data": np.zeros((2, 3072), object), "labels": [1, 2]}, "no array of bytes"),
+        ({"data": np.zeros((2, 3072), object), "labels": [1, 2]}, "not an array of bytes"),
     ],
 )
 @pytest.mark.parametrize("protocol", [2, 5])

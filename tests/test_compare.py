@@ -52,7 +52,7 @@ def test_algorithms_are_compared_over_seeds(tmp_path):
     assert (again.returncode, "exists already" in again.stderr) == (2, True)
 
 
-def test_a_run_in_company_is_the_run_alone(tmp_path):
+def test_a_run_of_a_group_is_the_run_alone(tmp_path):
     assert (
         fedcpsl("compare", "--algorithms", "apfl", "--seeds", "1", *QUICK, "--out", "c", cwd=tmp_path).returncode == 0
     )
@@ -112,7 +112,7 @@ def test_a_sweep_has_every_combination_and_a_heat_map(tmp_path):
     ("command", "words"),
     [
         (["compare", "--algorithms", "fedcpsl,fedcpls"], "did you mean 'fedcpsl'"),
-        (["compare", "--algorithms", "apfl,apfl"], "'apfl' stands there twice"),
+        (["compare", "--algorithms", "apfl,apfl"], "'apfl' is given twice"),
         (["compare", "--algorithms", ","], "--algorithms: give some"),
         (["compare", "--algorithms", ""], "--algorithms: give some"),
         (["compare", "--seeds", "0"], "--seeds 0: give a whole number"),

@@ -8,7 +8,7 @@ import pytest
 
 from fedcpsl.cli import run_command
 from fedcpsl.errors import printable
-from fedcpsl.runs.files import new_folder
+from fedcpsl.storage import new_folder
 from tests.command import fedcpsl
 
 QUICK = ["--rounds", "3", "--devices", "4", "--set", "run.processes=1", "--set", "run.checkpoint_seconds=0"]
@@ -72,7 +72,11 @@ def test_it_goes_on_as_it_was(stopped, base, capsys):
 @pytest.mark.parametrize(
     ("file", "change", "words"),
     [
-        ("config.toml", lambda t: t.replace("beta = 0.75", "beta = 0.65"), "is not the config that the run was begun"),
+        (
+            "config.toml",
+            lambda t: t.replace("beta = 0.75", "beta = 0.65"),
+            "is not the config that the run was started",
+        ),
         ("manifest.json", lambda t: t.replace('"seed": 0', '"seed": 1'), "damaged or changed by hand"),
         ("metrics.jsonl", lambda t: "".join(t.splitlines(True)[1:]), "not what it was at the last checkpoint"),
         ("metrics.jsonl", lambda t: t.replace('"round": 1', '"round": 7'), "not what it was at the last checkpoint"),

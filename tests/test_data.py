@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from fedcpsl.config import Data
 from fedcpsl.data.datasets import NAMED, digits
 from fedcpsl.data.federation import Federation
-from fedcpsl.data.partition import by_classes
-from fedcpsl.data.roles import LABELLED, TEST, UNLABELLED
-from fedcpsl.data.sources import load_federation, resolve
+from fedcpsl.data.sources import load_federation, resolve_auto
+from fedcpsl.data.split import LABELLED, TEST, UNLABELLED, by_classes
 from fedcpsl.errors import InputError
 from fedcpsl.models import mlp
 from fedcpsl.simulation import prepare
@@ -256,7 +255,7 @@ def test_settings_that_do_not_fit_are_named(monkeypatch):
         (Data(dataset="digits", partition="natural"), "no devices of its own"),
     ]:
         with pytest.raises(InputError, match=words):
-            resolve(data)
+            resolve_auto(data)
     with pytest.raises(InputError, match="no such folder"):
         load_federation(Data(dataset="mnist", dir="nowhere"), 0)
     with pytest.raises(InputError, match="only 10 classes"):

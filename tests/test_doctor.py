@@ -9,9 +9,9 @@ import pytest
 
 from fedcpsl.cli import run_command
 from fedcpsl.config import Config, with_settings
-from fedcpsl.runs import environment_check
+from fedcpsl.runs import environment
 from fedcpsl.runs import estimate as estimates
-from fedcpsl.runs.environment_check import inspect_datasets, inspect_extras, inspect_programs
+from fedcpsl.runs.environment import inspect_datasets, inspect_extras, inspect_programs
 from fedcpsl.runs.estimate import estimate, folder_bytes, steps_by_round
 from fedcpsl.runs.experiment import build
 
@@ -75,16 +75,16 @@ def test_what_is_missing_comes_with_its_command(monkeypatch):
             raise metadata.PackageNotFoundError(name)
         return "1.0" if name == "pyarrow" else real(name)  # older than is asked for
 
-    monkeypatch.setattr(environment_check.metadata, "version", without_flower)
-    monkeypatch.setattr(environment_check, "_declared", lambda: {"flower": ["flwr==1.41.*"], "tables": ["pyarrow>=16"]})
+    monkeypatch.setattr(environment.metadata, "version", without_flower)
+    monkeypatch.setattr(environment, "_declared", lambda: {"flower": ["flwr==1.41.*"], "tables": ["pyarrow>=16"]})
     flower, tables = inspect_extras()
     for part, extra in ((flower, "flower"), (tables, "tables")):
         assert part.found is None
         assert "-m pip install" in part.mend
         assert f"[{extra}]" in part.mend
-    able = environment_check.able({"accelerators": [], "usable_cores": 2}, [flower, tables])
+    able = environment.able({"accelerators": [], "usable_cores": 2}, [flower, tables])
     assert able["your own tables"] == "no, needs the extra tables"
-    monkeypatch.setattr(environment_check.shutil, "which", lambda name, **_: "/apt" if name == "apt-get" else None)
+    monkeypatch.setattr(environment.shutil, "which", lambda name, **_: "/apt" if name == "apt-get" else None)
     mends = {part.name: part.mend for part in inspect_programs()}
     assert mends["git"] == "sudo apt-get install git"
     assert "[flower]" in mends["flower-superlink"]
@@ -151,7 +151,7 @@ def test_a_data_set_that_is_not_here_is_told_and_not_fetched(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FEDCPSL_DATA", raising=False)
     monkeypatch.setenv("FEDCPSL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(download, "_arriving", lambda *_: pytest.fail("a download"))
+    monkeypatch.setattr(download, "_downloaded_chunks", lambda *_: pytest.fail("a download"))
     assert run_command(["doctor", "--dataset", "cifar10"]) == 1
     said = capsys.readouterr()
     words = "cifar10 is missing (downloaded when first used, 170 MB), so there is no estimate; get it with:"

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from fedcpsl.data import download
-from fedcpsl.data.download import PUBLISHED, address, cache_folder, download_folder, locate
+from fedcpsl.data.download import PUBLISHED, cache_folder, download_folder, download_url, find_or_download
 
 from .loopback import files_in, published, refusal, send, server
 
@@ -24,7 +24,7 @@ CONTENT = bytes(range(256)) * 3000  # more than one chunk
 def test_a_file_is_downloaded_once(cache, monkeypatch):
     with server({"/set/some-file.gz": CONTENT}) as (base, seen):
         monkeypatch.setenv("FEDCPSL_MIRROR", base + "/")
-        paths = [locate("set", [], published(CONTENT, size=len(CONTENT))) for _ in range(2)]
+        paths = [find_or_download("set", [], published(CONTENT, size=len(CONTENT))) for _ in range(2)]
     assert paths == [cache / "set" / "some-file.gz"] * 2
     assert paths[0].read_bytes() == CONTENT
     assert files_in(cache) == ["set/some-file.gz"]
@@ -34,7 +34,7 @@ def test_a_file_is_downloaded_once(cache, monkeypatch):
 
 def test_without_a_mirror_the_authors_are_asked(cache):
     with server({"/theirs.gz": CONTENT}) as (base, _):
-        path = locate("set", [], published(CONTENT, url=f"{base}/theirs.gz"))
+        path = find_or_download("set", [], published(CONTENT, url=f"{base}/theirs.gz"))
     assert path.read_bytes() == CONTENT
     assert path.parent == cache / "set"
 
@@ -42,7 +42,7 @@ def test_without_a_mirror_the_authors_are_asked(cache):
 def test_a_server_need_not_say_the_length(cache, monkeypatch):
     with server({"/set/some-file.gz": lambda handler: send(handler, CONTENT, None)}) as (base, _):
         monkeypatch.setenv("FEDCPSL_MIRROR", base)
-        assert locate("set", [], published(CONTENT)).read_bytes() == CONTENT
+        assert find_or_download("set", [], published(CONTENT)).read_bytes() == CONTENT
     assert files_in(cache) == ["set/some-file.gz"]
 
 
@@ -50,7 +50,7 @@ def test_a_mirror_may_be_a_folder(cache, monkeypatch, tmp_path):
     (tmp_path / "mirror" / "set").mkdir(parents=True)
     (tmp_path / "mirror" / "set" / "some-file.gz").write_bytes(CONTENT)
     monkeypatch.setenv("FEDCPSL_MIRROR", (tmp_path / "mirror").as_uri())
-    assert locate("set", [], published(CONTENT)).parent == cache / "set"
+    assert find_or_download("set", [], published(CONTENT)).parent == cache / "set"
 
 
 @pytest.mark.parametrize("place", ["set/some-file.gz", "set/some-file", "some-file.gz", "some-file"])
@@ -58,14 +58,14 @@ def test_your_own_file_comes_first_and_is_taken_as_it_is(cache, tmp_path, place)
     path = tmp_path / "second" / place
     path.parent.mkdir(parents=True)
     path.write_bytes(b"mine")
-    assert locate("set", [tmp_path / "first", tmp_path / "second"], published(CONTENT)) == path
+    assert find_or_download("set", [tmp_path / "first", tmp_path / "second"], published(CONTENT)) == path
     assert not cache.exists()
 
 
 def test_a_file_put_into_the_cache_by_hand_is_found(cache):
     (cache / "set").mkdir(parents=True)
     (cache / "set" / "some-file").write_bytes(b"by hand")
-    assert locate("set", [], published(CONTENT)) == cache / "set" / "some-file"
+    assert find_or_download("set", [], published(CONTENT)) == cache / "set" / "some-file"
 
 
 def test_files_of_the_same_name_are_told_apart(cache, monkeypatch, tmp_path):
@@ -73,10 +73,10 @@ def test_files_of_the_same_name_are_told_apart(cache, monkeypatch, tmp_path):
     ours, other = published(b"ours"), published(b"other")
     monkeypatch.setattr(download, "PUBLISHED", {"set": {"images": ours}, "other": {"images": other}})
     (tmp_path / "some-file.gz").write_bytes(b"other")
-    assert locate("other", [tmp_path], other) == tmp_path / "some-file.gz"
+    assert find_or_download("other", [tmp_path], other) == tmp_path / "some-file.gz"
     with server({"/set/some-file.gz": b"ours"}) as (base, _):
         monkeypatch.setenv("FEDCPSL_MIRROR", base)
-        assert locate("set", [tmp_path], ours) == cache / "set" / "some-file.gz"
+        assert find_or_download("set", [tmp_path], ours) == cache / "set" / "some-file.gz"
 
 
 def cut_short(handler):
@@ -100,8 +100,8 @@ def resets(handler):
 
 
 BAD_PAGES = {
-    "missing": (None, "the server says 404"),
-    "broken server": (lambda handler: handler.send_error(503), "the server says 503"),
+    "missing": (None, "the server replied 404"),
+    "broken server": (lambda handler: handler.send_error(503), "the server replied 503"),
     "cut short": (cut_short, f"only 1000 of {len(CONTENT)} bytes"),
     "closed midway": (closes_midway, "IncompleteRead"),
     "reset": (resets, ""),
@@ -111,7 +111,7 @@ BAD_PAGES = {
     "not a web server": (lambda handler: handler.wfile.write(b"go away\r\n\r\n"), ""),
     "round and round": (
         lambda h: (h.send_response(302), h.send_header("Location", h.path), h.end_headers()),
-        "the server says 302",
+        "the server replied 302",
     ),
 }
 
@@ -121,7 +121,7 @@ def test_a_bad_download_leaves_one_line_and_no_file(cache, monkeypatch, tmp_path
     page, why = BAD_PAGES[case]
     with server({"/set/some-file.gz": page}) as (base, _):
         monkeypatch.setenv("FEDCPSL_MIRROR", base)
-        message = refusal(lambda: locate("set", [tmp_path / "data"], published(CONTENT, size=len(CONTENT))))
+        message = refusal(lambda: find_or_download("set", [tmp_path / "data"], published(CONTENT, size=len(CONTENT))))
     assert f"{base}/set/some-file.gz: cannot be downloaded" in message
     assert why in message
     for fix in (str(tmp_path / "data" / "set"), "FEDCPSL_DATA", "FEDCPSL_MIRROR"):
@@ -134,7 +134,7 @@ def test_a_silent_server(cache, monkeypatch):
     done = threading.Event()
     with server({"/set/some-file.gz": lambda _: done.wait(10)}) as (base, _):
         monkeypatch.setenv("FEDCPSL_MIRROR", base)
-        message = refusal(lambda: locate("set", [], published(CONTENT)))
+        message = refusal(lambda: find_or_download("set", [], published(CONTENT)))
         done.set()
     assert "timed out" in message
     assert str(cache / "set") in message
@@ -146,7 +146,7 @@ def test_no_server(cache, monkeypatch):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     monkeypatch.setenv("FEDCPSL_MIRROR", f"http://127.0.0.1:{port}")
-    assert "refused" in refusal(lambda: locate("set", [], published(CONTENT)))
+    assert "refused" in refusal(lambda: find_or_download("set", [], published(CONTENT)))
     assert files_in(cache) == []
 
 
@@ -155,23 +155,23 @@ def test_no_network(cache, monkeypatch):
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    message = refusal(lambda: locate("mnist", [], PUBLISHED["mnist"]["images"]))
+    message = refusal(lambda: find_or_download("mnist", [], PUBLISHED["mnist"]["images"]))
     assert message.startswith("https://ossci-datasets.s3.amazonaws.com/mnist/train-images-idx3-ubyte.gz: cannot be")
     assert "Name or service not known" in message
     assert files_in(cache) == []
 
 
 @pytest.mark.parametrize("mirror", ["mirror.example", "gopher://mirror.example", "http://mirror example", "http://["])
-def test_an_address_that_is_none(cache, monkeypatch, mirror):
+def test_an_invalid_url(cache, monkeypatch, mirror):
     monkeypatch.setenv("FEDCPSL_MIRROR", mirror)
-    assert "FEDCPSL_MIRROR" in refusal(lambda: locate("set", [], published(CONTENT)))
+    assert "FEDCPSL_MIRROR" in refusal(lambda: find_or_download("set", [], published(CONTENT)))
     assert files_in(cache) == []
 
 
 def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FEDCPSL_CACHE", str(tmp_path / "file" / "cache"))
-    message = refusal(lambda: locate("set", [], published(CONTENT, url="http://127.0.0.1:9/theirs.gz")))
+    message = refusal(lambda: find_or_download("set", [], published(CONTENT, url="http://127.0.0.1:9/theirs.gz")))
     for part in (str(tmp_path / "file" / "cache"), "http://127.0.0.1:9/theirs.gz", "FEDCPSL_CACHE", "FEDCPSL_DATA"):
         assert part in message
 
@@ -183,7 +183,7 @@ def test_a_full_disk(cache, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     with server({"/set/some-file.gz": CONTENT}) as (base, _):
         monkeypatch.setenv("FEDCPSL_MIRROR", base)
-        message = refusal(lambda: locate("set", [], published(CONTENT)))
+        message = refusal(lambda: find_or_download("set", [], published(CONTENT)))
     assert "No space left" in message
     assert f"{base}/set/some-file.gz" in message
     assert files_in(cache) == []
@@ -201,7 +201,7 @@ def test_an_interrupted_download_leaves_nothing(cache, monkeypatch):
     with server({"/set/some-file.gz": CONTENT}) as (base, _):
         monkeypatch.setenv("FEDCPSL_MIRROR", base)
         with pytest.raises(KeyboardInterrupt):
-            locate("set", [], published(CONTENT))
+            find_or_download("set", [], published(CONTENT))
     assert files_in(cache) == []
 
 
@@ -213,7 +213,7 @@ def test_what_a_killed_process_left_goes_after_a_day(cache, monkeypatch):
     os.utime(old, (time.time() - 2 * download.DAY,) * 2)
     with server({"/set/some-file.gz": CONTENT}) as (base, _):
         monkeypatch.setenv("FEDCPSL_MIRROR", base)
-        locate("set", [], published(CONTENT))
+        find_or_download("set", [], published(CONTENT))
     assert not old.exists()
     assert new.exists()
 
@@ -227,7 +227,7 @@ def test_two_at_once_do_not_disturb_each_other(cache, monkeypatch):
 
     with server({"/set/some-file.gz": page}) as (base, seen), ThreadPoolExecutor(2) as pool:
         monkeypatch.setenv("FEDCPSL_MIRROR", base)
-        paths = list(pool.map(lambda _: locate("set", [], published(CONTENT)), range(2)))
+        paths = list(pool.map(lambda _: find_or_download("set", [], published(CONTENT)), range(2)))
     assert len(seen) == 2
     assert {path.read_bytes() for path in paths} == {CONTENT}
     assert files_in(cache) == ["set/some-file.gz"]
@@ -325,5 +325,5 @@ def test_the_published_files_are_well_formed(monkeypatch):
         assert len(bytes.fromhex(file.md5)) == 16
         assert file.url.endswith("/" + file.name)
         assert file.size > 0
-        assert address(dataset, file) == file.url
+        assert download_url(dataset, file) == file.url
     assert len({file.md5 for _, file in every}) == len(every)

@@ -5,8 +5,8 @@ import pytest
 from PIL import Image
 
 from fedcpsl.config import Data
-from fedcpsl.data.roles import UNLABELLED
 from fedcpsl.data.sources import load_federation
+from fedcpsl.data.split import UNLABELLED
 from fedcpsl.errors import InputError
 
 from .command import fedcpsl

@@ -12,7 +12,7 @@ from PIL import Image
 from fedcpsl.cli import run_command
 from fedcpsl.config import Algorithm, Data, Work
 from fedcpsl.data.federation import Federation
-from fedcpsl.data.images import read_image_folder
+from fedcpsl.data.readers import read_image_folder
 from fedcpsl.data.sources import load_federation
 from fedcpsl.errors import InputError
 from fedcpsl.simulation import prepare, simulate
@@ -133,7 +133,7 @@ BAD = {
     ),
     "another's flag": (["compare", "--algorithm", "apfl"], "did you mean '--algorithms'"),
     "a long name": (["run", "--out", "x" * 300], "cannot be a folder"),
-    "a file as a folder": (["run", "--out", "afile/x"], "afile: cannot be made a folder"),
+    "a file as a folder": (["run", "--out", "afile/x"], "afile: cannot be created"),
     "a huge number": (["run", "--eta", "1" + "0" * 400], "algorithm.eta"),
     "many digits": (["run", "--seed", "1" * 5000], "run.seed"),
     "no module": (["run", "--model", ":"], "cannot be imported"),
@@ -146,7 +146,7 @@ BAD = {
     "one column twice": (["run", "--data", "m.csv", "--label", "kind", "--device-column", "kind"], "named twice"),
     "words among numbers": (
         ["run", "--data", "w.csv", "--label", "kind", "--device-column", "phone"],
-        "column 'city' has 'Oslo' in row 1, not a number: mend it, encode it, or leave it out (--drop)",
+        "column 'city' has 'Oslo' in row 1, not a number: correct it, encode it, or leave it out (--drop)",
     ),
 }
 

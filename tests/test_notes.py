@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from fedcpsl.config import Data
 from fedcpsl.data import notes
-from fedcpsl.data.categorical import in_order
 from fedcpsl.data.csv_files import dialect_of, kind_of
+from fedcpsl.data.federation import natural_order
 from fedcpsl.data.sources import load_federation, load_source
 from fedcpsl.data.tables import Columns, read_rows
 from fedcpsl.errors import InputError
@@ -21,7 +21,7 @@ from tests.command import fedcpsl
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet(caplog):
-    notes._said.clear()
+    notes._logged.clear()
     caplog.set_level(logging.WARNING, "fedcpsl")
 
 
@@ -95,7 +95,7 @@ def test_columns_that_are_perhaps_no_features_are_pointed_out(column, values, wo
     assert read(path).x.shape == (40, 3)
     assert words in caplog.text
     caplog.clear()
-    notes._said.clear()
+    notes._logged.clear()
     dropped = read(path, drop=column or "#5")
     assert dropped.features == ("a", "b")
     assert caplog.text == ""
@@ -132,7 +132,7 @@ def test_classes_that_are_nearly_the_same_or_alone(tmp_path, caplog):
     frame.loc[:3, "kind"] = "Cat"
     frame.loc[4:6, "kind"] = "c at"
     read(written(frame, tmp_path / "m.csv"))
-    assert "the classes 'Cat', 'c at', 'cat' differ in case or spaces alone" in caplog.text
+    assert "the classes 'Cat', 'c at', 'cat' differ in case or spaces only" in caplog.text
     read(written(rows().assign(kind="cat"), tmp_path / "one.csv"))
     assert "one.csv: there is one class, 'cat'" in caplog.text
 
@@ -210,8 +210,8 @@ def test_words_and_truth_values_are_features(tmp_path, caplog):
     )
     expected = ("a", "b", "colour=blue", "colour=green", "colour=red", "wet")
     sources = [read(written(frame, tmp_path / "m.csv"))]
-    assert "column 'colour' holds words: read as 3 columns of 0 and 1" in caplog.text
-    assert "column 'wet' holds words: read as a number, 0 or 1" in caplog.text
+    assert "column 'colour' holds text: read as 3 columns of 0 and 1" in caplog.text
+    assert "column 'wet' holds text: read as a number, 0 or 1" in caplog.text
     frame.astype({"colour": "category"}).to_parquet(tmp_path / "m.parquet")
     sources.append(read(tmp_path / "m.parquet"))
     for source in sources:
@@ -238,7 +238,7 @@ def test_a_model_of_words_is_asked_with_words(tmp_path):
 def test_a_word_among_numbers_is_an_error_and_no_category(tmp_path):
     frame = rows().astype({"a": object})
     frame.loc[5, "a"] = "12..5"
-    with pytest.raises(InputError, match=r"column 'a' has '12\.\.5' in row 6, not a number: mend it"):
+    with pytest.raises(InputError, match=r"column 'a' has '12\.\.5' in row 6, not a number: correct it"):
         read(written(frame, tmp_path / "m.csv"))
 
 
@@ -259,4 +259,4 @@ def test_devices_and_classes_are_in_natural_order(tmp_path):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(-(10**6), 10**6), unique=True))
 def test_whole_numbers_are_in_their_order(numbers):
-    assert in_order([str(n) for n in numbers])[0] == [str(n) for n in sorted(numbers)]
+    assert natural_order([str(n) for n in numbers])[0] == [str(n) for n in sorted(numbers)]

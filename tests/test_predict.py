@@ -181,7 +181,7 @@ def test_what_is_wrong_with_an_input_is_said_in_one_line(run, tmp_path, capsys):
         ("word.csv", "column 'width' has 'broad'"),
         ("hole.csv", "column 'width' is empty in row 1"),
         ("rowless.csv", "it has no rows"),
-        ("twice.csv", "stands there twice"),
+        ("twice.csv", "appears twice"),
         ("notes.txt", "give .npy, .npz"),
         ("absent.npy", "no such file"),
     ):

@@ -136,7 +136,7 @@ def test_stopped_then_bereft_of_a_rank_it_ends_bit_identical(uninterrupted, tmp_
 
     monkeypatch.chdir(tmp_path)  # one process is not two ranks
     assert run_command(["run", "--resume", "a"]) == 2
-    assert "was begun with 2 ranks, not 1; go on with: torchrun --nproc-per-node 2" in capsys.readouterr().err
+    assert "was started with 2 ranks, not 1; resume it with: torchrun --nproc-per-node 2" in capsys.readouterr().err
 
     rounds = len(metrics(tmp_path / "a"))
     job = torchrun("fedcpsl", "run", "--resume", "a", cwd=tmp_path)

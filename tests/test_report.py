@@ -413,7 +413,7 @@ def test_classes_that_are_left_out_are_counted(desk):
     y = np.arange(90) % 45
     np.savez(desk / "many.npz", x=np.ones((90, 2)), y=y, device=np.arange(90) // 45)
     data = with_settings(Config(), {"data.file": str(desk / "many.npz"), "data.labelled": 1.0}).data
-    found = split_summary.holdings_of(load_federation(data, 0))
+    found = split_summary.summarise_split(load_federation(data, 0))
     assert (len(found.classes), found.all_classes) == (40, 45)
     assert "The first 40 of 45 classes." in _map(found)
     assert "classes." not in _map(found._replace(all_classes=0))  # from before
@@ -430,16 +430,16 @@ def test_a_report_reads_data_once_and_downloads_nothing(run, desk, monkeypatch):
 
     monkeypatch.setattr(split_summary, "load_federation", load)
     config = tell(desk / "bare").config
-    first = split_summary.read_holdings(desk / "bare", config)
-    assert split_summary.read_holdings(desk / "bare", config) is first
-    assert first == split_summary.read_holdings(run, config)
+    first = split_summary.read_split_summary(desk / "bare", config)
+    assert split_summary.read_split_summary(desk / "bare", config) is first
+    assert first == split_summary.read_split_summary(run, config)
     assert asked == ["digits"]
     monkeypatch.setenv("FEDCPSL_CACHE", str(desk / "cache"))
     monkeypatch.delenv("FEDCPSL_DATA", raising=False)
     for name in ("mnist", "cifar10"):
         (desk / name).mkdir()
-        said = split_summary.read_holdings(desk / name, replace(config, data=replace(config.data, dataset=name)))
-        assert said == f"{name} is not on this machine; fetch it with: fedcpsl data --dataset {name}"
+        said = split_summary.read_split_summary(desk / name, replace(config, data=replace(config.data, dataset=name)))
+        assert said == f"{name} is not on this machine; download it with: fedcpsl data --dataset {name}"
     assert asked == ["digits"]
 
 

@@ -27,7 +27,7 @@ from fedcpsl.federation.robustness import (
 )
 from fedcpsl.federation.server import EXCLUDED, OFFENCES, draw_orders
 from fedcpsl.federation.server_store import FILE, Member, earlier_rounds, go_back, load_serving
-from fedcpsl.runs.checkpoint import load_tensors, save_tensors
+from fedcpsl.storage import load_tensors, save_tensors
 
 from .faulty import WORK, Disk, Faulty, failing_disk, gap, make, participants, rules
 

@@ -21,7 +21,7 @@ from sklearn.utils.estimator_checks import check_estimator
 from torch import nn
 
 from fedcpsl import Algorithm, Federation, Run, Work, evaluate, mlp, prepare, simulate
-from fedcpsl.data.partition import by_classes
+from fedcpsl.data.split import by_classes
 from fedcpsl.errors import RunError
 from fedcpsl.schedule import stream
 from fedcpsl.sklearn import FedCPSLClassifier

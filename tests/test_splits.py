@@ -6,10 +6,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcpsl.config import Data
-from fedcpsl.data.partition import by_dirichlet, by_quantity, by_shards, iid
-from fedcpsl.data.roles import LABELLED, TEST, UNLABELLED, VALIDATION, Shares, draw_roles
 from fedcpsl.data.scaling import fit_scaling
 from fedcpsl.data.sources import load_federation
+from fedcpsl.data.split import (
+    LABELLED,
+    TEST,
+    UNLABELLED,
+    VALIDATION,
+    Shares,
+    by_dirichlet,
+    by_quantity,
+    by_shards,
+    draw_roles,
+    iid,
+)
 from fedcpsl.errors import InputError
 
 from .command import fedcpsl

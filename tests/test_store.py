@@ -13,10 +13,11 @@ from fedcpsl import config
 from fedcpsl.cli import run_command
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.evaluation import evaluate
-from fedcpsl.runs.checkpoint import checkpoints, load_checkpoint, load_tensors, save_checkpoint
+from fedcpsl.runs.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from fedcpsl.runs.folder import read_metrics
 from fedcpsl.simulation import initial_state, prepare, simulate, simulate_together
 from fedcpsl.simulation.store import choose_store
+from fedcpsl.storage import load_tensors
 from fedcpsl.theory import gap, objectives
 from fedcpsl.trees import leaves
 
@@ -81,7 +82,7 @@ def test_workers_see_what_is_stored(name, store):
     assert_same(final(make(name, store, processes=2, work=JOINING)), reference)
 
 
-def test_runs_in_company_may_live_anywhere():
+def test_runs_of_a_group_may_use_any_store():
     alone = [final(make("fedcpsl", "accelerator")), final(make("apfl", "accelerator"))]
     first = make("fedcpsl", "host")
     *_, last = simulate_together([first, make("apfl", "disk")])
@@ -262,7 +263,7 @@ def spoilt(change):
         (lambda x, y: (x, y + 5), r"values beyond 0 ... 2; give whole class numbers"),
         (lambda x, y: (x, y + 0.5), "y has dtype float64"),
         (lambda x, y: (x, np.full_like(y, -1)), "y is -1 for a labelled or a test sample"),
-        (lambda *pair: pair[0], r"the function gave ndarray; return \(x, y\)"),
+        (lambda *pair: pair[0], r"the function returned ndarray; return \(x, y\)"),
     ],
 )
 def test_a_function_that_gives_something_else_is_told(change, complaint):
@@ -343,8 +344,8 @@ def test_comparing_on_samples_made_on_demand(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["run", "--gaps"], "gaps need the samples of all devices at a time"),
-        (["run", "--set", "data.stratified=true"], "data.stratified: means nothing for the data set synthetic"),
+        (["run", "--gaps"], "gaps need the samples of all devices at once"),
+        (["run", "--set", "data.stratified=true"], "data.stratified: has no meaning for the data set synthetic"),
         (["run", "--set", "data.normalise=standard"], "synthetic inputs are normalised as they are"),
         (["run", "--partition", "iid"], "synthetic has devices of its own"),
         (["run", "--labelled", "0.1,0.2"], "data.labelled has 2 values for 20 devices"),

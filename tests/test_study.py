@@ -175,8 +175,8 @@ def test_a_run_that_fails_does_not_take_the_others_with_it(desk):
     assert "| FedSHVR | " in text
 
 
-def test_a_company_that_does_not_fit_begins_anew_with_fewer(desk, monkeypatch, capsys):
-    """The GPU's memory may be less by then than it was when the company was made up."""
+def test_a_group_that_does_not_fit_is_restarted_with_fewer_runs(desk, monkeypatch, capsys):
+    """The GPU's memory may be less by then than it was when the group was formed."""
     study = read_study(desk / "pair.toml")
     plan, begin, sizes = plan_of([study], "digits", 1), run_groups.start_together, []
 
@@ -190,11 +190,9 @@ def test_a_company_that_does_not_fit_begins_anew_with_fewer(desk, monkeypatch, c
 
     (desk / "o").mkdir()
     monkeypatch.setattr(run_groups, "start_together", out_of_memory)
-    assert run_plan(desk / "o" / "digits", plan, lambda company, _: [lambda *_: None] * len(company))
+    assert run_plan(desk / "o" / "digits", plan, lambda group, _: [lambda *_: None] * len(group))
     assert sizes == [5, 2, 2, 1]
-    assert (
-        "5 runs side by side do not fit into the GPU's memory; they begin anew, 2 at a time" in capsys.readouterr().err
-    )
+    assert "5 runs side by side do not fit into the GPU's memory; they restart, 2 at a time" in capsys.readouterr().err
     assert len(list((desk / "o" / "digits" / "runs").glob("*/devices.csv"))) == 5
 
 
@@ -288,4 +286,4 @@ def test_runs_with_other_settings_are_not_mixed(desk):
     assert (partial.returncode, "its runs have another work.rounds" in partial.stderr) == (2, True)
     run = next((desk / "o" / "digits" / "runs").iterdir())
     resumed = fedcpsl("run", "--resume", run, cwd=desk)
-    assert (resumed.returncode, "has kept its metrics alone" in resumed.stderr) == (2, True)
+    assert (resumed.returncode, "has kept its metrics only" in resumed.stderr) == (2, True)

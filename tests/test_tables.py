@@ -12,8 +12,8 @@ from pyarrow import csv
 
 from fedcpsl.config import Data
 from fedcpsl.data.federation import Federation
-from fedcpsl.data.roles import LABELLED, TEST, UNLABELLED
 from fedcpsl.data.sources import load_federation
+from fedcpsl.data.split import LABELLED, TEST, UNLABELLED
 from fedcpsl.errors import InputError
 
 from .command import fedcpsl
@@ -122,14 +122,14 @@ BAD = {
     "no device": (".csv", text(HEAD + "1,a,2,x\n1,,2,x\n"), "column 'phone' is empty in row 2"),
     "no label at all": (".csv", text(HEAD + "1,a,2,\n1,b,2,\n"), "no label in any row"),
     "ragged": (".csv", text(HEAD + "1,a,2,x\n1,a\n"), "cannot be read as a table"),
-    "a column twice": (".csv", text("a,a,phone,kind\n1,2,b,x\n"), "'a' stands there twice"),
+    "a column twice": (".csv", text("a,a,phone,kind\n1,2,b,x\n"), "'a' appears twice"),
     "no features": (".csv", text("phone,kind\nb,x\n"), "no feature columns"),
     "not text": (".csv", lambda p: p.write_bytes(b"\xff\xfe\x00\x01" * 50), "cannot be read as a table"),
     "not parquet": (".parquet", text("hello"), "cannot be read as a table"),
     "many words": (
         ".parquet",
         lambda p: write(frame().assign(city=[f"c{i}" for i in range(len(frame()))]), p),
-        r"column 'city' holds \d+ different words.*--drop",
+        r"column 'city' holds \d+ different texts.*--drop",
     ),
     "cut off": (".parquet", lambda p: p.write_bytes(write(frame(), p).read_bytes()[:-100]), "cannot be read"),
     "dates": (".parquet", lambda p: write(frame().assign(day=pd.Timestamp("2026-01-01")), p), "column 'day' holds"),
@@ -198,12 +198,12 @@ def test_large_tables_take_little_more_than_their_size():
     """Pieces are joined one by one: peak memory stays near twice the array, whatever the number of pieces."""
     import tracemalloc
 
-    from fedcpsl.data.table_rows import _joined
+    from fedcpsl.data.tables import _concatenate
 
     parts = [np.ones((1000, 50), np.float32) for _ in range(200)]
     size = sum(part.nbytes for part in parts)
     tracemalloc.start()
-    joined = _joined(parts)
+    joined = _concatenate(parts)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert joined.nbytes == size

@@ -1,4 +1,4 @@
-"""Many runs side by side: each is the run alone, whatever its company."""
+"""Many runs side by side: each equals the run alone, whatever its group."""
 
 from dataclasses import replace
 
@@ -65,7 +65,7 @@ def together_and_alone(run, **given):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_every_run_in_company_is_the_run_alone_one_device_after_another(processes):
+def test_every_run_of_a_group_is_the_run_alone_one_device_after_another(processes):
     if processes > 1 and torch.cuda.is_available():
         pytest.skip("processes are not forked beside a GPU")
     run = config.Run(executor="vectorised", dtype="float64", processes=processes, device="cpu")
@@ -73,7 +73,7 @@ def test_every_run_in_company_is_the_run_alone_one_device_after_another(processe
         assert_equal(one, other)
 
 
-def test_one_device_after_another_in_company_too():
+def test_one_device_after_another_in_a_group_too():
     run = config.Run(executor="sequential", dtype="float64", processes=1, device="cpu")
     for one, other in zip(*together_and_alone(run), strict=True):
         assert_equal(one, other)

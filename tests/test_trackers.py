@@ -144,7 +144,7 @@ def test_a_tracker_that_fails_is_named_once_and_the_run_goes_on(when, tmp_path, 
     said = capsys.readouterr().err
     assert len(asked) == 1  # nobody asks again
     assert said.count("mlflow failed at") == 1
-    assert "which goes on: the server is gone\n" in said
+    assert "the run continues: the server is gone\n" in said
     assert len(logged(tmp_path / "a")) == 4
     assert (tmp_path / "a" / "report.html").exists()
 

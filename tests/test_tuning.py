@@ -124,5 +124,5 @@ def test_a_resumed_run_keeps_what_was_chosen(tmp_path, monkeypatch):
     experiment.start(built, tmp_path / "run", lambda *_: None)
     assert (built.config.run.executor, built.config.run.slots, built.config.run.processes) == ("vectorised", 2, 1)
     monkeypatch.setattr(tuning, "quickest", lambda *_: pytest.fail("timed again"))
-    again = experiment.build(experiment.files.read_run_config(tmp_path / "run"))
+    again = experiment.build(experiment.run_folders.read_run_config(tmp_path / "run"))
     assert (again.setup.executor, again.setup.slots, again.setup.processes) == ("vectorised", 2, 1)

@@ -1,4 +1,4 @@
-"""Replaying test vectors: tiny recorded runs in float64 whose every random choice is an input."""
+"""Replaying test vectors: small recorded runs in float64, with every random choice as an input."""
 
 import json
 import re
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from fedcpsl import config
 from fedcpsl.algorithm import optional
 from fedcpsl.data.federation import Federation
-from fedcpsl.data.npz import read_archive
-from fedcpsl.data.roles import LABELLED, TEST, UNLABELLED
+from fedcpsl.data.readers import read_archive
+from fedcpsl.data.split import LABELLED, TEST, UNLABELLED
 from fedcpsl.errors import InputError
 from fedcpsl.evaluation import predict
 from fedcpsl.schedule import DeviceRound
@@ -44,13 +44,13 @@ class Difference(NamedTuple):
 
 
 def executors() -> list[tuple[str, str]]:
-    """Every (executor, device) that this machine can run in float64."""
+    """Return every (executor, device) that this machine can run in float64."""
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     return [(executor, device) for device in devices for executor in ("sequential", "vectorised")]
 
 
 def read_vector(path: Path) -> Vector:
-    """A vector file as arrays, its `meta` as a dictionary."""
+    """Read a vector file: its arrays, and `meta` as a dictionary."""
     vector: Vector = dict(read_archive(path))
     try:
         vector["meta"] = json.loads(str(vector["meta"]))
@@ -60,7 +60,7 @@ def read_vector(path: Path) -> Vector:
 
 
 def replay(vector: Vector, executor: str, device: str = "cpu") -> Iterator[Difference]:
-    """Run the recorded schedule and compare every recorded output, in order of rounds."""
+    """Run the recorded schedule and yield the difference of every recorded output, in order of rounds."""
     try:
         setup = _setup(vector, executor, device)
         rounds = vector["meta"]["rounds"]
@@ -76,7 +76,7 @@ def replay(vector: Vector, executor: str, device: str = "cpu") -> Iterator[Diffe
 
 
 def vector_network(sizes: list[int], activation: str) -> nn.Sequential:
-    """Layer k is called k; the activation follows every layer but the last."""
+    """Return a network whose layer k is named k; an activation follows every layer but the last."""
     kinds = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "gelu": nn.GELU}
     network = nn.Sequential()
     for k, (a, b) in enumerate(pairwise(sizes)):
@@ -105,7 +105,7 @@ def _setup(vector: Vector, executor: str, device: str) -> Setup:
 
 
 def _settings(meta: Mapping[str, Any]) -> Any:
-    """The algorithm's settings under their own names."""
+    """Return the algorithm's settings from `meta`, which has their names."""
     kind = config.algorithm_settings(meta["algorithm"])
     given = {f.name: meta[f.name] for f in fields(kind) if f.name in meta}
     return kind(**given | {"name": meta["algorithm"]})
@@ -132,7 +132,7 @@ def _federation(vector: Vector) -> Federation:
 
 
 def _tests(vector: Vector, device: int) -> NDArray[Any]:
-    """What a device's predictions are recorded for: inputs of its own, or the same for all."""
+    """Return the inputs of a device's recorded predictions: its own, or the same for all devices."""
     own = f"in/device{device}/x_t"
     found: NDArray[Any] = vector[own if own in vector else "in/test/x"]
     return found
@@ -161,7 +161,7 @@ def _compare(vector: Vector, state: State) -> Iterator[Difference]:
 
 
 def _recorded(state: State) -> list[tuple[str, int | None, str, NDArray[Any]]]:
-    """What a vector may hold of a state: quantity, device, key and our value."""
+    """Return what a vector may record of a state: quantity, device, key and our value."""
     at, setup = f"out/round{state.round}", state.setup
     called = {ours: theirs for theirs, ours in (optional(setup.algorithm, "RECORDED") or {}).items()}
     found: list[tuple[str, int | None, str, NDArray[Any]]] = []
@@ -188,7 +188,7 @@ def _recorded(state: State) -> list[tuple[str, int | None, str, NDArray[Any]]]:
 
 
 def _by_name(setup: Setup, value: Tensor) -> dict[str, NDArray[Any]]:
-    """A model's tensors by their names; what is no model as it is. An empty one is a model of zeros."""
+    """Return a model's tensors by name, an empty one as zeros; any other tensor as it is."""
     network = setup.method.network
     if value.dim() == 1 and value.numel() in (0, network.initial.numel()):
         named = network.named(value if value.numel() else torch.zeros_like(network.initial))
@@ -197,7 +197,7 @@ def _by_name(setup: Setup, value: Tensor) -> dict[str, NDArray[Any]]:
 
 
 def _not_compared(vector: Vector, state: State) -> Iterator[Difference]:
-    """Recorded outputs that nothing above looks at: a vector must not pass because it was not understood."""
+    """Yield recorded outputs that are not compared: a vector must not pass because it was not understood."""
     here = {key.replace(f"round{state.round}/", "", 1) for _, _, key, _ in _recorded(state)}
     for key in vector:
         after_round = re.sub(r"^out/round\d+/", "out/", key)

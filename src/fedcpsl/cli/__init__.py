@@ -79,10 +79,10 @@ def run_command(arguments: Sequence[str]) -> int:
     if size == 1:
         return _run_command(arguments)
     if rank > 0:
-        from fedcpsl.runs.worker_rank import follow
+        from fedcpsl.runs.distributed import follow
 
         return follow()
-    from fedcpsl.runs.rank0 import leading
+    from fedcpsl.runs.distributed import leading
 
     with leading():
         return _run_command(arguments)

@@ -34,8 +34,8 @@ def _adapt(parsed: argparse.Namespace) -> int:
         raise InputError(f"{parsed.data}: no such file")
     from fedcpsl.export.adaptation import adapt, check_adaptable, rounds_of_a_device, write_adapted
     from fedcpsl.export.saved_run import read_kept
-    from fedcpsl.runs.files import to_json
     from fedcpsl.settings import Data
+    from fedcpsl.storage import to_json
 
     kept = read_kept(parsed.run)
     check_adaptable(kept)

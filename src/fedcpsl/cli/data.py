@@ -32,13 +32,12 @@ def _data(parsed: argparse.Namespace) -> int:
             raise InputError(f"{path.parent}: no such folder; make it, or give another name")
     from rich.console import Console
 
-    from fedcpsl.data.sources import load_federation, load_source, place, resolve
-    from fedcpsl.data.split import split_bytes
+    from fedcpsl.data.sources import assign_devices, load_federation, load_source, resolve_auto, split_bytes
     from fedcpsl.report.split import class_picture, in_memory, split_table
     from fedcpsl.report.terminal_width import print_table
-    from fedcpsl.runs.files import write_whole
+    from fedcpsl.storage import write_whole
 
-    resolved, seed = resolve(config.data), config.run.seed
+    resolved, seed = resolve_auto(config.data), config.run.seed
     if resolved.dataset == "synthetic" and parsed.save:
         raise InputError("--save: synthetic samples follow from --seed and --devices; there is no split to save")
     source = None if resolved.dataset == "synthetic" else load_source(resolved)
@@ -52,7 +51,7 @@ def _data(parsed: argparse.Namespace) -> int:
     if parsed.save and source:
         if resolved.split:
             raise InputError("--save: this split is saved already, as data.split says")
-        write_whole(parsed.save, split_bytes(place(source, resolved, seed), federation))
+        write_whole(parsed.save, split_bytes(assign_devices(source, resolved, seed), federation))
         print(f"saved    {parsed.save}; use it again with --set data.split={parsed.save}")
     if parsed.picture:
         from fedcpsl.report.figures import split_picture

@@ -8,7 +8,7 @@ from fedcpsl.cli.options import add_settings, config_of, given_settings
 
 if TYPE_CHECKING:
     from fedcpsl.config import Config
-    from fedcpsl.runs.environment_check import Part
+    from fedcpsl.runs.environment import Part
     from fedcpsl.runs.estimate import Estimate, Range
     from fedcpsl.runs.experiment import Experiment
 
@@ -31,14 +31,14 @@ def add(commands: Any) -> None:
 
 def _doctor(parsed: argparse.Namespace) -> int:
     config = config_of(parsed) if given_settings(parsed) else None
-    from fedcpsl.runs import environment_check
+    from fedcpsl.runs import environment
 
-    machine = environment_check.inspect_machine()
-    extras, programs = environment_check.inspect_extras(), environment_check.inspect_programs()
-    datasets = environment_check.inspect_datasets(config.data.dir if config else "")
-    gpu = environment_check.idle_gpu()
+    machine = environment.inspect_machine()
+    extras, programs = environment.inspect_extras(), environment.inspect_programs()
+    datasets = environment.inspect_datasets(config.data.dir if config else "")
+    gpu = environment.idle_gpu()
     missing = [part for part in (*([gpu] if gpu else []), *extras, *programs, *datasets) if part.mend]
-    able = environment_check.able(machine, extras)
+    able = environment.able(machine, extras)
     content: dict[str, Any] = {
         "machine": machine,
         "able": able,
@@ -72,17 +72,17 @@ def _doctor(parsed: argparse.Namespace) -> int:
 
 def _tried(config: "Config", datasets: Iterable["Part"]) -> tuple["Part | None", "tuple[Experiment, Estimate] | None"]:
     """The run's data set where it is not here, for nothing is downloaded; else the run and what it takes."""
-    from fedcpsl.data.sources import resolve
+    from fedcpsl.data.sources import resolve_auto
     from fedcpsl.runs.estimate import estimate
 
-    name = resolve(config.data).dataset
+    name = resolve_auto(config.data).dataset
     absent = next((part for part in datasets if part.name == name and part.mend), None)
     return (absent, None) if absent else (None, estimate(config))
 
 
 def _end(content: Mapping[str, Any], as_json: bool, code: int) -> int:
     if as_json:
-        from fedcpsl.runs.files import to_json
+        from fedcpsl.storage import to_json
 
         print(to_json(content, indent=2))
     return code

@@ -47,7 +47,7 @@ def add(commands: Any) -> None:
 
 def _predict(parsed: argparse.Namespace) -> int:
     from fedcpsl.export.samples import accuracy
-    from fedcpsl.runs.files import write_whole
+    from fedcpsl.storage import write_whole
 
     as_json = _wants_json(parsed.out, asked=parsed.json)
     if parsed.out and parsed.out.exists():
@@ -159,7 +159,7 @@ def _as_csv(classes: tuple[str, ...], rows: Sequence[Row]) -> str:
 
 
 def _as_json(classes: tuple[str, ...], rows: Sequence[Row]) -> str:
-    from fedcpsl.runs.files import to_json
+    from fedcpsl.storage import to_json
 
     lines = [
         {"sample": name}

@@ -52,7 +52,7 @@ def _report(parsed: argparse.Namespace) -> int:
         return 0
     text = _tables(parsed.runs, parsed.format, parsed.table)
     if parsed.out:
-        from fedcpsl.runs.files import write_whole
+        from fedcpsl.storage import write_whole
 
         write_whole(parsed.out, text)
     else:
@@ -121,7 +121,7 @@ def _train_alone(runs: Sequence[Path]) -> bool:
 
     from fedcpsl.report.loaded_runs import alone_for, load_runs
     from fedcpsl.report.terminal import progress
-    from fedcpsl.runs.local_baseline import train_alone
+    from fedcpsl.runs.experiment import train_alone
 
     if place()[1] > 1:
         raise InputError("--alone: give the command without torchrun")

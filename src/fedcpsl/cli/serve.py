@@ -146,7 +146,7 @@ def _status(parsed: argparse.Namespace) -> int:
     else:
         status = _ask(parsed.server, secured(parsed.keys, insecure=parsed.insecure), parsed.name)
     if parsed.json:
-        from fedcpsl.runs.files import to_json
+        from fedcpsl.storage import to_json
 
         print(to_json(status, indent=2))
     else:

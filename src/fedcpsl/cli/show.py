@@ -44,8 +44,8 @@ def print_results(folders: Sequence[Path]) -> None:
 def print_json(folders: Sequence[Path]) -> None:
     """The same as one object, or as a list where there are several."""
     from fedcpsl.runs.comparison import is_comparison, summarise
-    from fedcpsl.runs.files import to_json
     from fedcpsl.runs.folder import final_metrics
+    from fedcpsl.storage import to_json
 
     found = [summarise(f) if is_comparison(f) else final_metrics(f) for f in folders]
     print(to_json(found[0] if len(found) == 1 else found, indent=2))

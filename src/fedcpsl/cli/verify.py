@@ -22,7 +22,7 @@ def add(commands: Any) -> None:
 
 def _verify(parsed: argparse.Namespace) -> int:
     from fedcpsl.recorded_runs import executors, read_vector
-    from fedcpsl.runs.files import to_json
+    from fedcpsl.storage import to_json
 
     vectors = {path: read_vector(path) for path in parsed.files}
     replays = []

@@ -30,7 +30,7 @@ _LITERALS = {
     *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
 }
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
-# how many things an instruction takes off the stack; None: all above the last mark
+# number of items that an instruction takes off the stack; None: all above the last mark
 _TAKES: dict[str, int | None] = {
     **dict.fromkeys(("TUPLE", "LIST", "DICT", "APPENDS", "SETITEMS")),
     **dict.fromkeys(("TUPLE1", "APPEND", "BUILD"), 1),
@@ -54,7 +54,7 @@ _FUNCTIONS = {
 
 @dataclass
 class _Call:
-    """A function that a pickle names, with what it would be called with and told afterwards. Nothing calls it."""
+    """A function that a pickle names, with its arguments and its state. It is never called."""
 
     function: str
     arguments: Any = None
@@ -62,8 +62,8 @@ class _Call:
 
 
 def cifar10(folders: Sequence[Path], archive: Published = PUBLISHED["cifar10"]["archive"]) -> Batch:
-    """The 50,000 training images, and their classes: from your folders, else the cache, else downloaded."""
-    paths = found_batches(folders)
+    """Return the 50,000 training images and their classes: from your folders, else the cache, else downloaded."""
+    paths = find_batches(folders)
     if not paths:
         folder = download_folder("cifar10", folders, archive, BINARY, MEMBERS)
         paths = [folder / f"{name}.bin" for name in TRAINING]
@@ -72,45 +72,45 @@ def cifar10(folders: Sequence[Path], archive: Published = PUBLISHED["cifar10"]["
     return np.concatenate(images), np.concatenate(labels)
 
 
-def found_batches(folders: Sequence[Path]) -> list[Path]:
-    """The training batches that lie in your folders or in the cache already; none where they are to be downloaded."""
+def find_batches(folders: Sequence[Path]) -> list[Path]:
+    """Return the training batches in your folders or in the cache; an empty list if they must be downloaded."""
     own = next((paths for folder in folders if (paths := _batches(folder))), None)
     if own:
         missing = [path for path in own if not os.path.isfile(path)]
         if missing:
             raise InputError(f"{missing[0]}: no such file, though others of CIFAR-10 are there; unpack them all again")
         return own
-    kept = _batches(cache_folder())
-    return kept if all(map(os.path.isfile, kept)) else []
+    cached = _batches(cache_folder())
+    return cached if all(map(os.path.isfile, cached)) else []
 
 
 def _batches(folder: Path) -> list[Path]:
-    """The five training batches' paths in the first place under `folder` that has one of them."""
-    home = folder / "cifar10"
-    for place in (home / BINARY, home / PYTHON, folder / BINARY, folder / PYTHON, home, folder):
+    """Return the five training batches' paths in the first subfolder of `folder` that has one of them."""
+    own = folder / "cifar10"
+    for subfolder in (own / BINARY, own / PYTHON, folder / BINARY, folder / PYTHON, own, folder):
         for suffix in (".bin", ""):
-            paths = [place / f"{name}{suffix}" for name in TRAINING]
+            paths = [subfolder / f"{name}{suffix}" for name in TRAINING]
             if any(map(os.path.isfile, paths)):
                 return paths
     return []
 
 
 def read_binary_batch(path: Path) -> Batch:
-    """A batch of `cifar-10-batches-bin`: per image one byte for its class, then its red, green and blue planes."""
+    """Read a batch of `cifar-10-batches-bin`: per image one byte for its class, then its red, green and blue planes."""
     raw = np.frombuffer(_read(path), np.uint8)
     if len(raw) == 0 or len(raw) % (1 + PIXELS):
         raise InputError(
-            f"{path}: its {len(raw)} bytes are no whole images of {1 + PIXELS} bytes; delete it and fetch it again"
+            f"{path}: its {len(raw)} bytes are not whole images of {1 + PIXELS} bytes; delete it and fetch it again"
         )
     records = raw.reshape(-1, 1 + PIXELS)
     labels = records[:, 0].astype(np.int64)
     if labels.max() >= CLASSES:
         raise InputError(f"{path}: has class {labels.max()}, CIFAR-10 has 0 to 9; delete it and fetch it again")
-    return records[:, 1:].copy().reshape(-1, *SHAPE), labels  # a copy that can be written to
+    return records[:, 1:].copy().reshape(-1, *SHAPE), labels  # a writable copy
 
 
 def read_python_batch(path: Path) -> Batch:
-    """A batch of `cifar-10-batches-py`: a pickle, which is looked through and never run."""
+    """Read a batch of `cifar-10-batches-py`: a pickle, which is parsed and never executed."""
     raw = _read(path)
     try:
         batch = _interpret(raw)
@@ -135,29 +135,29 @@ def _read(path: Path) -> bytes:
         raise InputError(f"{path}: cannot be read ({error.strerror}); make it readable or fetch it again") from error
 
 
-def _pixels(made: Any) -> NDArray[np.uint8]:
-    """The images in the array that numpy would rebuild from what the pickle says of it."""
-    function = made.function if isinstance(made, _Call) else ""
+def _pixels(call: Any) -> NDArray[np.uint8]:
+    """Return the images in the array that numpy would rebuild from the pickle."""
+    function = call.function if isinstance(call, _Call) else ""
     if function.endswith("._reconstruct"):  # protocols 0 to 4
-        _, shape, kind, fortran, content = made.state
+        _, shape, kind, fortran, content = call.state
         order = "F" if fortran else "C"
     elif function.endswith("._frombuffer"):  # protocol 5
-        content, kind, shape, order = made.arguments
+        content, kind, shape, order = call.arguments
     else:
-        raise ValueError("its 'data' is no array")
+        raise ValueError("its 'data' is not an array")
     if not isinstance(kind, _Call) or kind.function != "numpy.dtype" or _text(kind.arguments[0]) != "u1":
-        raise ValueError("its 'data' is no array of bytes (uint8)")
+        raise ValueError("its 'data' is not an array of bytes (uint8)")
     if isinstance(content, str):  # Python 2's strings
         content = content.encode("latin-1")
     count, width = shape
     if width != PIXELS or type(count) is not int or count < 1 or len(content) != count * PIXELS:
-        raise ValueError(f"its 'data' is no array of n x {PIXELS}")
+        raise ValueError(f"its 'data' is not an array of n x {PIXELS}")
     values = np.frombuffer(content, np.uint8).reshape((count, PIXELS), order="F" if order == "F" else "C")
     return np.array(values, order="C").reshape(-1, *SHAPE)
 
 
 def _interpret(raw: bytes) -> Any:
-    """What a pickle describes, with the functions it would call only named."""
+    """Return the object that a pickle describes, with functions it would call as `_Call`."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
@@ -188,7 +188,7 @@ def _interpret(raw: bytes) -> Any:
 
 
 def _combine(name: str, items: list[Any], stack: list[Any]) -> None:
-    """An instruction that makes one thing of what it takes off the stack, or adds it to the thing below."""
+    """Execute an instruction that combines items taken off the stack into one, or adds them to the item below."""
     if name.startswith("TUPLE"):
         stack.append(tuple(items))
     elif name == "LIST":
@@ -208,25 +208,25 @@ def _combine(name: str, items: list[Any], stack: list[Any]) -> None:
 
 
 def _pairs(items: list[Any]) -> dict[str, Any]:
-    """Keys are text here, whichever Python wrote them."""
+    """Return a dictionary with text keys, whichever Python version wrote them."""
     return {_text(key): value for key, value in zip(items[::2], items[1::2], strict=True)}
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str | bytes):
-        raise ValueError("has a name that is no text")
+        raise ValueError("has a name that is not text")
     return value.decode("latin-1") if isinstance(value, bytes) else value
 
 
 def _named(module: Any, name: Any) -> _Call:
     function = f"{_text(module)}.{_text(name)}"
     if function not in _FUNCTIONS:
-        raise ValueError(f"asks for {ascii(function)[1:-1][:80]}, which a CIFAR-10 batch does not")
+        raise ValueError(f"uses {ascii(function)[1:-1][:80]}, which a CIFAR-10 batch does not")
     return _Call(function)
 
 
 def _called(function: _Call, arguments: Any) -> Any:
-    """A call stays a name and its arguments, save for the two ways in which Python 3 spells bytes for Python 2."""
+    """Return a call as `_Call`, except for the two ways in which Python 3 writes bytes for Python 2."""
     if function.function == "_codecs.encode":
         text, coding = arguments
         if coding not in ("latin1", "latin-1"):
@@ -238,7 +238,7 @@ def _called(function: _Call, arguments: Any) -> Any:
 
 
 def _instructions(raw: bytes) -> Iterator[tuple[str, Any]]:
-    """As pickletools.genops gives them, but with bytes above 127 in protocol 0's strings, and no others than known."""
+    """Yield the known instructions as pickletools.genops does; protocol 0's strings may have bytes above 127."""
     file = BytesIO(raw)
     while code := file.read(1):
         opcode = _OPCODES.get(code)

@@ -1,4 +1,4 @@
-"""CSV files as people have them: commas, semicolons or tabs, decimal commas, gzip, a byte order mark."""
+"""CSV files in their common variants: commas, semicolons or tabs, decimal commas, gzip, a byte order mark."""
 
 import csv
 import gzip
@@ -17,14 +17,14 @@ _NOT_A_NUMBER = re.compile(r"In CSV column #(\d+): (?:Row #(\d+): )?.* invalid v
 
 
 class Dialect(NamedTuple):
-    """How a file separates its cells, and its numbers' whole part from the rest."""
+    """The separator of a file's cells, and the decimal point of its numbers."""
 
     delimiter: str
     decimal_point: str = "."
 
 
 class NotANumber(NamedTuple):
-    """What pyarrow found in a column of numbers."""
+    """A cell of a numeric column that pyarrow could not parse."""
 
     column: int
     row: int | None  # from 1, without the header
@@ -32,7 +32,7 @@ class NotANumber(NamedTuple):
 
 
 def kind_of(path: Path) -> str:
-    """The ending that says what a file is, also where it is compressed."""
+    """Return the suffix that gives a file's format, also if it is compressed."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     return suffixes[-2] if len(suffixes) > 1 and suffixes[-1] == ".gz" else (suffixes or [""])[-1]
 
@@ -45,7 +45,7 @@ def _lines(path: Path) -> Iterator[IO[str]]:
 
 
 def dialect_of(path: Path) -> Dialect:
-    """From the header, which separates names as rows separate cells, and some rows."""
+    """Detect the dialect from the header and the first rows."""
     with _lines(path) as file:
         header, *rows = list(islice(file, SNIFFED_LINES)) or [""]
     if kind_of(path) == ".tsv":
@@ -59,7 +59,7 @@ def dialect_of(path: Path) -> Dialect:
 
 
 def header_of(path: Path) -> list[str]:
-    """The columns' names."""
+    """Return the columns' names."""
     with _lines(path) as file:
         names = next(csv.reader(file, delimiter=dialect_of(path).delimiter), [])
     if not names:
@@ -67,13 +67,13 @@ def header_of(path: Path) -> list[str]:
     return names
 
 
-def batches_of(path: Path, names: Sequence[str], words: set[str]) -> Any:
-    """The rows, piece by piece: columns of words as text, all others as numbers from the first row to the last."""
+def batches_of(path: Path, names: Sequence[str], text_columns: set[str]) -> Any:
+    """Return a reader of batches of rows: text columns as text, all others as numbers."""
     import pyarrow as pa
     from pyarrow import csv as arrow_csv
 
     delimiter, decimal_point = dialect_of(path)
-    types = {name: pa.string() if name in words else pa.float32() for name in names}
+    types = {name: pa.string() if name in text_columns else pa.float32() for name in names}
     convert = arrow_csv.ConvertOptions(
         column_types=types, null_values=[""], strings_can_be_null=True, decimal_point=decimal_point
     )
@@ -86,7 +86,7 @@ def batches_of(path: Path, names: Sequence[str], words: set[str]) -> Any:
 
 
 def not_a_number(error: Exception) -> NotANumber | None:
-    """What an error of pyarrow says, where it is about a cell that is no number."""
+    """Return the cell that an error of pyarrow is about; None if it is about something else."""
     found = _NOT_A_NUMBER.search(str(error))
     if found is None:
         return None
@@ -94,8 +94,8 @@ def not_a_number(error: Exception) -> NotANumber | None:
     return NotANumber(int(column), int(row) - 1 if row else None, value)
 
 
-def check_words(path: Path, names: Sequence[str], name: str) -> None:
-    """Refuse a column of numbers in which some cells are none: it is no column of words."""
+def check_text_column(path: Path, names: Sequence[str], name: str) -> None:
+    """Raise InputError if some cells of a text column are numbers: then the others are probably errors."""
     numbers, first, row = False, None, 0
     for batch in batches_of(path, names, set(names)):
         for cell in batch.column(name).to_pylist():
@@ -105,7 +105,7 @@ def check_words(path: Path, names: Sequence[str], name: str) -> None:
             elif cell is not None and first is None:
                 first = f"{cell!r} in row {row}"
             if numbers and first:
-                advice = "mend it, encode it, or leave it out (--drop)"
+                advice = "correct it, encode it, or leave it out (--drop)"
                 raise InputError(f"column {name!r} has {first}, not a number: {advice}")
 
 

@@ -1,4 +1,4 @@
-"""The files of published data sets: found in your folders or in the cache, else downloaded, checked and kept."""
+"""The files of published data sets: from your folders or the cache, else downloaded, checked and cached."""
 
 import hashlib
 import os
@@ -17,13 +17,13 @@ from fedcpsl import __version__
 from fedcpsl.errors import InputError
 from fedcpsl.progress import bytes_bar
 
-TIMEOUT = 30.0  # seconds that a server may stay silent
+TIMEOUT = 30.0  # seconds without a reply of the server
 CHUNK = 1 << 18
 DAY = 86400.0
 
 
 class Published(NamedTuple):
-    """A file as its authors publish it; `size` in bytes, 0 where it is not known."""
+    """A file as its authors publish it; `size` in bytes, 0 if unknown."""
 
     name: str
     md5: str
@@ -56,48 +56,49 @@ PUBLISHED = {
 
 
 class _DownloadError(Exception):
-    """Why a download did not give the published file."""
+    """The reason why a download failed."""
 
 
-def locate(dataset: str, folders: Sequence[Path], file: Published) -> Path:
-    """The file from one of your folders (unpacked is fine too) or from the cache; else it is downloaded.
+def find_or_download(dataset: str, folders: Sequence[Path], file: Published) -> Path:
+    """Return the file in one of your folders (also decompressed) or in the cache; else download it.
 
-    A file of yours is taken as it is: its reader checks it. Only what was checked gets into the cache.
+    Your own file is used as it is: its reader checks it. Only checked files are written to the cache.
     """
-    there = found(dataset, folders, file)
-    if there:
-        return there
+    existing = find_file(dataset, folders, file)
+    if existing:
+        return existing
     home = cache_folder() / dataset
-    url = address(dataset, file)
-    with _workplace(home, url) as place:
-        _download(url, file, place / file.name, f"download it by hand into {_hand(dataset, folders)}")
-        (place / file.name).replace(home / file.name)
+    url = download_url(dataset, file)
+    with _temporary_folder(home, url) as temporary:
+        _download(url, file, temporary / file.name, f"download it by hand into {_manual_folder(dataset, folders)}")
+        (temporary / file.name).replace(home / file.name)
     return home / file.name
 
 
-def found(dataset: str, folders: Sequence[Path], file: Published) -> Path | None:
-    """Where the file lies already."""
+def find_file(dataset: str, folders: Sequence[Path], file: Published) -> Path | None:
+    """Return where the file is on this machine, or None."""
     names = (file.name, file.name.removesuffix(".gz"))
     for folder in folders:
         for path in (folder / sub / name for sub in (dataset, "") for name in names):
-            if os.path.isfile(path) and not (path.parent == folder and _belongs_elsewhere(path, dataset)):
+            if os.path.isfile(path) and not (path.parent == folder and _is_of_other_dataset(path, dataset)):
                 return path
-    kept = (cache_folder() / dataset / name for name in names)
-    return next((path for path in kept if os.path.isfile(path)), None)
+    cached = (cache_folder() / dataset / name for name in names)
+    return next((path for path in cached if os.path.isfile(path)), None)
 
 
 def download_folder(dataset: str, folders: Sequence[Path], file: Published, name: str, members: Sequence[str]) -> Path:
-    """Download an archive and keep these members of its folder `name` in the cache, whole or not at all."""
-    url, target = address(dataset, file), cache_folder() / dataset / name
-    with _workplace(target.parent, url) as place:
-        _download(url, file, place / file.name, f"download it by hand and unpack it in {_hand(dataset, folders)}")
-        _unpack(place / file.name, place / name, members, url)
-        _install(place / name, target, members, place / "replaced")
+    """Download an archive and cache these members of its folder `name`, all of them or none."""
+    url, target = download_url(dataset, file), cache_folder() / dataset / name
+    with _temporary_folder(target.parent, url) as temporary:
+        advice = f"download it by hand and unpack it in {_manual_folder(dataset, folders)}"
+        _download(url, file, temporary / file.name, advice)
+        _unpack(temporary / file.name, temporary / name, members, url)
+        _install(temporary / name, target, members, temporary / "replaced")
     return target
 
 
 def cache_folder() -> Path:
-    """FEDCPSL_CACHE, else fedcpsl/ where this system's users keep what can be fetched again."""
+    """Return FEDCPSL_CACHE, else fedcpsl/ in the user's cache folder."""
     given, shared = os.environ.get("FEDCPSL_CACHE", ""), os.environ.get("XDG_CACHE_HOME", "")
     try:
         if given:
@@ -107,18 +108,18 @@ def cache_folder() -> Path:
         raise InputError("no home folder to cache data sets in; set FEDCPSL_CACHE to a folder") from None
 
 
-def address(dataset: str, file: Published) -> str:
-    """Where the file is fetched from: its authors, or the same file on your mirror."""
+def download_url(dataset: str, file: Published) -> str:
+    """Return the URL of the file: that of its authors, or the same file on your mirror."""
     mirror = os.environ.get("FEDCPSL_MIRROR", "")
     return f"{mirror.rstrip('/')}/{dataset}/{file.name}" if mirror else file.url
 
 
-def _hand(dataset: str, folders: Sequence[Path]) -> Path:
+def _manual_folder(dataset: str, folders: Sequence[Path]) -> Path:
     return (folders[0] if folders else cache_folder()) / dataset
 
 
-def _belongs_elsewhere(path: Path, dataset: str) -> bool:
-    """MNIST and Fashion-MNIST name their files alike: outside a folder of its own, a file may be the other's."""
+def _is_of_other_dataset(path: Path, dataset: str) -> bool:
+    """Whether a file is another data set's: MNIST and Fashion-MNIST use the same file names."""
     others = [
         f.md5 for name, files in PUBLISHED.items() if name != dataset for f in files.values() if f.name == path.name
     ]
@@ -132,70 +133,70 @@ def _belongs_elsewhere(path: Path, dataset: str) -> bool:
 
 
 @contextmanager
-def _workplace(home: Path, url: str) -> Iterator[Path]:
-    """A folder of our own in the cache that goes however the work ends: nothing half done is ever found."""
+def _temporary_folder(home: Path, url: str) -> Iterator[Path]:
+    """Create a temporary folder in the cache and remove it at the end: partial files are never visible."""
     try:
         home.mkdir(parents=True, exist_ok=True)
-        for left in home.glob(".*.partial"):  # by a process that was killed
+        for old in home.glob(".*.partial"):  # of a process that was killed
             with suppress(FileNotFoundError):
-                if time.time() - left.stat().st_mtime > DAY:
-                    shutil.rmtree(left, ignore_errors=True)
-        place = Path(tempfile.mkdtemp(prefix=".", suffix=".partial", dir=home))
+                if time.time() - old.stat().st_mtime > DAY:
+                    shutil.rmtree(old, ignore_errors=True)
+        temporary = Path(tempfile.mkdtemp(prefix=".", suffix=".partial", dir=home))
         try:
-            yield place
+            yield temporary
         finally:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
         raise InputError(
-            f"{home}: {url} cannot be kept there ({error.strerror or error}); make room or set FEDCPSL_CACHE to "
+            f"{home}: {url} cannot be stored there ({error.strerror or error}); make room or set FEDCPSL_CACHE to "
             "another folder, or download it by hand and set FEDCPSL_DATA to its folder"
         ) from error
 
 
-def _download(url: str, file: Published, path: Path, by_hand: str) -> None:
+def _download(url: str, file: Published, path: Path, advice: str) -> None:
     try:
-        with closing(_arriving(url, file)) as chunks:
+        with closing(_downloaded_chunks(url, file)) as chunks:
             _write(path, chunks)
     except _DownloadError as why:
         raise InputError(
-            f"{url}: cannot be downloaded ({why}); {by_hand}, or set FEDCPSL_DATA to a folder that has it "
+            f"{url}: cannot be downloaded ({why}); {advice}, or set FEDCPSL_DATA to a folder that has it "
             "or FEDCPSL_MIRROR to another server"
         ) from why
 
 
-def _arriving(url: str, file: Published) -> Generator[bytes]:
-    """The file's bytes as the server sends them; once they have all come, they are the published ones."""
+def _downloaded_chunks(url: str, file: Published) -> Generator[bytes]:
+    """Yield the file's bytes as the server sends them; _DownloadError at the end if it is not the published file."""
     from http.client import HTTPException
     from urllib.error import HTTPError, URLError
     from urllib.request import Request, urlopen
 
-    digest, seen = hashlib.md5(usedforsecurity=False), 0
+    digest, received = hashlib.md5(usedforsecurity=False), 0
     try:
         request = Request(url, headers={"User-Agent": f"fedcpsl/{__version__}"})
         with urlopen(request, timeout=TIMEOUT) as response:
-            said = response.headers.get("Content-Length") or ""
-            length = int(said) if said.isdecimal() else None
+            announced = response.headers.get("Content-Length") or ""
+            length = int(announced) if announced.isdecimal() else None
             with bytes_bar(file.name, length or file.size or None) as advance:
                 while chunk := response.read(CHUNK):
                     digest.update(chunk)
-                    seen += len(chunk)
-                    if file.size and seen > file.size:
-                        raise _DownloadError(f"more than the published {file.size} bytes came")
+                    received += len(chunk)
+                    if file.size and received > file.size:
+                        raise _DownloadError(f"more than the published {file.size} bytes received")
                     advance(len(chunk))
                     yield chunk
     except HTTPError as error:
         error.close()
-        raise _DownloadError(_line(f"the server says {error.code} {error.reason}")) from error
+        raise _DownloadError(_one_line(f"the server replied {error.code} {error.reason}")) from error
     except (OSError, HTTPException, ValueError) as error:
         why = error.reason if isinstance(error, URLError) else error
-        raise _DownloadError(_line(str(getattr(why, "strerror", None) or why)) or type(why).__name__) from error
-    if length is not None and seen != length:
-        raise _DownloadError(f"only {seen} of {length} bytes came")
+        raise _DownloadError(_one_line(str(getattr(why, "strerror", None) or why)) or type(why).__name__) from error
+    if length is not None and received != length:
+        raise _DownloadError(f"only {received} of {length} bytes received")
     if digest.hexdigest() != file.md5:
-        raise _DownloadError(f"what came is not the published file: its MD5 is {digest.hexdigest()}, not {file.md5}")
+        raise _DownloadError(f"it is not the published file: its MD5 is {digest.hexdigest()}, not {file.md5}")
 
 
-def _line(text: str) -> str:
+def _one_line(text: str) -> str:
     return " ".join(text.split())[:200]
 
 
@@ -204,11 +205,11 @@ def _write(path: Path, chunks: Iterable[bytes]) -> None:
         for chunk in chunks:
             out.write(chunk)
         out.flush()
-        os.fsync(out.fileno())  # before it gets the name by which it is trusted
+        os.fsync(out.fileno())  # before it gets its final name
 
 
 def _unpack(archive: Path, target: Path, members: Sequence[str], url: str) -> None:
-    """Write the named members; paths in the archive are compared, never followed."""
+    """Write the named members; paths in the archive are compared, never used as paths."""
     import tarfile
 
     target.mkdir()
@@ -221,23 +222,23 @@ def _unpack(archive: Path, target: Path, members: Sequence[str], url: str) -> No
                     _write(target / missing.pop(entry.name), iter(partial(content.read, CHUNK), b""))
     except (tarfile.TarError, BadGzipFile, EOFError, zlib.error) as error:
         raise InputError(
-            f"{url}: its archive cannot be read ({_line(str(error))}); set FEDCPSL_MIRROR to another server"
+            f"{url}: its archive cannot be read ({_one_line(str(error))}); set FEDCPSL_MIRROR to another server"
         ) from error
     if missing:
         raise InputError(f"{url}: its archive has no {next(iter(missing))}; set FEDCPSL_MIRROR to another server")
 
 
 def _install(new: Path, target: Path, members: Sequence[str], aside: Path) -> None:
-    """Give a whole folder its name in one step, unless another process was faster."""
+    """Rename a complete folder to its final name, unless another process was faster."""
 
-    def whole() -> bool:
+    def complete() -> bool:
         return all(os.path.isfile(target / member) for member in members)
 
-    if not whole():
+    if not complete():
         with suppress(OSError):
             target.rename(aside)
     try:
         new.rename(target)
     except OSError:
-        if not whole():
+        if not complete():
             raise

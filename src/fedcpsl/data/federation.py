@@ -1,5 +1,6 @@
 """Devices and their samples: labelled, unlabelled, test and validation."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,32 +10,33 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcpsl.data.categorical import in_order
-from fedcpsl.data.roles import LABELLED, ROLES, TEST, UNLABELLED, Shares, draw_roles
-from fedcpsl.data.scaling import ROWS_AT_ONCE, Scaling, fit_scaling
+from fedcpsl.data.scaling import CHUNK_ROWS, Scaling, fit_scaling
+from fedcpsl.data.split import LABELLED, ROLES, TEST, UNLABELLED, Shares, draw_roles
 from fedcpsl.errors import InputError, printable
 from fedcpsl.schedule import Sizes
 
 
 class Source(NamedTuple):
-    """Samples as they were read, before anybody decided what each is for."""
+    """Samples as they were read, before each has a role."""
 
     x: NDArray[Any]  # [samples, ...]
     y: NDArray[np.int64]  # -1 where unknown
     class_names: tuple[str, ...]
-    device: NDArray[np.int64] | None = None  # 0 ... devices-1, -1 where nobody holds it; None where it has no devices
+    device: NDArray[np.int64] | None = (
+        None  # 0 ... devices-1, -1 if no device holds it; None before devices are assigned
+    )
     names: tuple[str, ...] = ()  # of the devices
     test: NDArray[np.bool_] | None = None
     scaling: Scaling | None = None  # published with the data; None: to be computed from the training samples
-    features: tuple[str, ...] = ()  # names of a table's columns; none where inputs have no names
+    features: tuple[str, ...] = ()  # names of a table's columns; empty if inputs have no names
 
 
 @dataclass(frozen=True)
 class Federation:
-    """Samples, the device that holds each, and the role each plays there.
+    """Samples, the device that holds each, and the role each has there.
 
-    `y` is the true class where it is known, also of unlabelled samples (then it serves to score pseudo-labels and
-    nothing else), and -1 where it is not. A network is given x normalised by `scaling`; None leaves x as it is.
+    `y` is the true class if it is known, also of unlabelled samples (then it is used to score pseudo-labels only), and
+    -1 if it is not. A network receives x normalised by `scaling`; None leaves x as it is.
     """
 
     x: NDArray[Any]  # [samples, ...]
@@ -61,7 +63,7 @@ class Federation:
         normalise: bool = True,
         seed: int = 0,
     ) -> "Federation":
-        """A federation from arrays: `y` is -1 where unlabelled, `device` says who holds a sample.
+        """Make a federation from arrays: `y` is -1 where unlabelled, `device` is the device that holds a sample.
 
         `test` marks each device's test samples; without it, `test_fraction` of a device's samples with known class
         are set aside. `labelled` < 1 hides some of the labels, as experiments do.
@@ -83,7 +85,7 @@ class Federation:
         normalise: bool = True,
         seed: int = 0,
     ) -> "Federation":
-        """A federation from a pandas, polars or Arrow table: a row per sample, an empty label where unlabelled.
+        """Make a federation from a pandas, polars or Arrow table: a row per sample, an empty label where unlabelled.
 
         `label`, `device` and `test` name columns; all others are features.
         """
@@ -99,12 +101,12 @@ class Federation:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one input."""
+        """The shape of one input."""
         return self.x.shape[1:]
 
     @cached_property
     def order(self) -> NDArray[np.int64]:
-        """Samples sorted by device, then role: each device's samples of one role in one piece."""
+        """Samples sorted by device, then role: each device's samples of one role are contiguous."""
         return np.lexsort((np.arange(len(self.y)), self.role, self.device))
 
     @cached_property
@@ -125,11 +127,11 @@ class Federation:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the samples and the split: equal for equal data in equal hands."""
+        """A hash of the samples and the split: equal for equal data on equal devices."""
         return digest_of(self.x, self.y, self.device, self.role)
 
     def check(self) -> None:
-        """Refuse what nothing can be learnt from."""
+        """Raise InputError if nothing can be learned from these samples."""
         if not (self.counts[:, LABELLED]).any():
             raise InputError("no device has a labelled training sample: give some y >= 0, or a smaller test share")
         empty = [name for name, c in zip(self.names, self.counts, strict=True) if c[:TEST].sum() == 0]
@@ -138,9 +140,9 @@ class Federation:
 
 
 def federate(source: Source, shares: Shares, *, normalise: bool, seed: int) -> Federation:
-    """Decide what each device's samples are for, and how inputs are normalised."""
+    """Draw the roles of each device's samples, and compute how inputs are normalised."""
     if source.device is None:
-        raise InputError("nobody holds the samples: name each sample's device")
+        raise InputError("the samples have no devices: name each sample's device")
     _check_shares(shares)
     if not isinstance(shares.labelled, float | int) and len(shares.labelled) != len(source.names):
         raise InputError(
@@ -152,13 +154,13 @@ def federate(source: Source, shares: Shares, *, normalise: bool, seed: int) -> F
         )
     held = source.device >= 0
     x, y, device, test = source.x, source.y, source.device, source.test
-    if not held.all():  # classes that no device holds; else spare a large copy
+    if not held.all():  # classes that no device holds; else avoid a large copy
         x, y, device, test = x[held], y[held], device[held], None if test is None else test[held]
     return with_roles(source._replace(x=x), y, device, draw_roles(y, device, test, shares, seed), normalise=normalise)
 
 
 def _share(labelled: Any) -> float | list[float]:
-    """A share, or one per device, as plain numbers."""
+    """Return a share, or one per device, as Python numbers."""
     return np.asarray(labelled, float).tolist()
 
 
@@ -174,7 +176,7 @@ def _check_shares(shares: Shares) -> None:
 def with_roles(
     source: Source, y: NDArray[np.int64], device: NDArray[np.int64], role: NDArray[np.int8], *, normalise: bool
 ) -> Federation:
-    """A federation whose split is decided; `source` gives the inputs and the names."""
+    """Make a federation whose split is given; `source` has the inputs and the names."""
     scaling = source.scaling
     if normalise and scaling is None:
         training = np.flatnonzero(role <= UNLABELLED)
@@ -195,7 +197,7 @@ def with_roles(
 
 
 def array_source(x: Any, y: Any, device: Any, test: Any = None) -> Source:
-    """Arrays of samples, checked; `device` may be None where a partition will decide."""
+    """Check arrays of samples; `device` may be None if a partition will assign them."""
     x, y = np.asarray(x), np.asarray(y)
     test = None if test is None else np.asarray(test)
     given = np.zeros(len(y) if y.ndim else 0, int) if device is None else np.asarray(device)
@@ -212,12 +214,29 @@ def array_source(x: Any, y: Any, device: Any, test: Any = None) -> Source:
     if device is None:
         return source
     found, owner = np.unique(given, return_inverse=True)
-    names, place = in_order([str(name) for name in found])
-    return source._replace(device=place[owner], names=tuple(names))
+    names, position = natural_order([str(name) for name in found])
+    return source._replace(device=position[owner], names=tuple(names))
+
+
+def natural_order(texts: list[str]) -> tuple[list[str], NDArray[np.int64]]:
+    """Return texts in natural order (p2 before p10), and each one's position in it."""
+    order = sorted(range(len(texts)), key=lambda i: natural_key(texts[i]))
+    position = np.empty(len(texts), np.int64)
+    position[order] = np.arange(len(texts))
+    return [texts[i] for i in order], position
+
+
+def natural_key(text: str) -> tuple[Any, ...]:
+    """Return a sort key: numbers in a text by their value, negative ones first; equal ones by the text itself."""
+    negative = re.fullmatch(r"-(\d+)", text)
+    if negative:
+        return (0, -int(negative.group(1))), (2, text)
+    pieces = re.split(r"(\d+)", text)
+    return *((1, piece) if k % 2 == 0 else (0, int(piece)) for k, piece in enumerate(pieces) if piece), (2, text)
 
 
 def digest_of(*arrays: NDArray[Any]) -> str:
-    """A hash of arrays: their types, shapes and bytes."""
+    """Return a hash of arrays: their types, shapes and bytes."""
     h = sha256()
     for array in arrays:
         array = np.ascontiguousarray(array)
@@ -229,8 +248,8 @@ def digest_of(*arrays: NDArray[Any]) -> str:
 def _check_finite(x: NDArray[Any]) -> None:
     if x.dtype.kind != "f":
         return
-    for first in range(0, len(x), ROWS_AT_ONCE):
-        piece = x[first : first + ROWS_AT_ONCE]
+    for first in range(0, len(x), CHUNK_ROWS):
+        piece = x[first : first + CHUNK_ROWS]
         wrong = ~(np.abs(piece) <= np.finfo(np.float32).max)  # also true of NaN
         if wrong.any():
             row, *rest = np.argwhere(wrong)[0].tolist()

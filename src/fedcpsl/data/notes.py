@@ -1,4 +1,4 @@
-"""What users should know of their data: said on the log `fedcpsl`, which the command line shows, and said once."""
+"""Warnings about the users' data, on the log `fedcpsl`, which the command line shows; each is logged once."""
 
 import logging
 import re
@@ -12,37 +12,37 @@ from numpy.typing import NDArray
 from fedcpsl.errors import printable
 
 LOG = logging.getLogger("fedcpsl")
-MISSING = ("na", "nan", "n/a", "null", "none", "?", "unknown")  # words that people write where they know no label
-FAR = 1e6  # times what is usual
+MISSING = ("na", "nan", "n/a", "null", "none", "?", "unknown")  # texts that mean an unknown label
+OUTLIER = 1e6  # times the usual magnitude
 SAMPLED_ROWS = 4096
-MOST_NAMED = 3
+MAX_NAMED = 3
 _TEST = re.compile(r"(is_?)?(test|train|valid|validation|split|fold|subset)(_set)?", re.I)
 _ID = re.compile(r"(.*[_ ])?(id|uuid|guid|index|idx|row|row_?n(umber|o)?|key)|unnamed: \d+", re.I)
 _TIME = re.compile(r"(.*[_ ])?(time|timestamp|date|datetime|epoch|ts)", re.I)
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
 def note(text: str) -> None:
-    """Say it, unless it was said."""
-    if text not in _said:
-        _said.add(text)
+    """Log a note, unless it was logged before."""
+    if text not in _logged:
+        _logged.add(text)
         LOG.warning("note: %s", printable(text))
 
 
 def is_missing(label: str) -> bool:
-    """Whether a label says that there is none."""
+    """Whether a label text means that the label is unknown."""
     return label.strip().lower() in MISSING
 
 
-def doubtful_column(name: str, values: NDArray[Any]) -> str | None:
-    """Why a column may not be meant as a feature, or None."""
+def suspicious_column(name: str, values: NDArray[Any]) -> str | None:
+    """Return why a column may not be meant as a feature, or None."""
     known = name.strip()
     if _TEST.fullmatch(known) and np.isin(values, (0, 1)).all():
         return "looks like the mark of test rows; if it is, give --test-column"
     if not known or _ID.fullmatch(known) or _counts_rows(values):
-        return "looks like a number of the row, which says nothing about its class; if it is one, give --drop"
+        return "looks like a number of the row, which has no information about its class; if it is one, give --drop"
     if _TIME.fullmatch(known):
-        return "looks like a time; if it should not be learnt from, give --drop"
+        return "looks like a time; if it should not be a feature, give --drop"
     return None
 
 
@@ -51,9 +51,9 @@ def _counts_rows(values: NDArray[Any]) -> bool:
 
 
 def note_columns(where: str, features: Sequence[str], x: NDArray[Any], names: Sequence[str]) -> None:
-    """Point out columns that would become features and are perhaps none; `names` are all of the table's."""
+    """Log columns that are read as features and perhaps are not; `names` are all of the table's columns."""
     for k, name in enumerate(features):
-        why = doubtful_column(name, x[:, k])
+        why = suspicious_column(name, x[:, k])
         if why:
             number = f"#{names.index(name) + 1}" if name in names else ""
             called = f"column {name!r}" if name.strip() else f"column {number}, which has no name,"
@@ -61,13 +61,13 @@ def note_columns(where: str, features: Sequence[str], x: NDArray[Any], names: Se
 
 
 def note_classes(where: str, names: Sequence[str]) -> None:
-    """Point out classes whose names are nearly the same, and a single class."""
+    """Log classes whose names are nearly the same, and a single class."""
     alike = defaultdict(list)
     for name in names:
         alike["".join(name.lower().split())].append(name)
     for group in alike.values():
         if len(group) > 1:
-            note(f"{where}: the classes {_some(group)} differ in case or spaces alone; are they the same?")
+            note(f"{where}: the classes {_some(group)} differ in case or spaces only; are they the same?")
     if len(names) == 1:
         note(f"{where}: there is one class, {names[0]!r}: any model will be right")
 
@@ -75,7 +75,7 @@ def note_classes(where: str, names: Sequence[str]) -> None:
 def note_roles(
     where: str, y: NDArray[np.int64], labelled: NDArray[np.bool_], test: NDArray[np.bool_], names: Any
 ) -> None:
-    """Point out classes of which tests ask and no label tells."""
+    """Log classes that occur in tests and in no training label."""
     only = sorted(set(np.unique(y[test]).tolist()) - set(np.unique(y[labelled]).tolist()) - {-1})
     if only:
         called = _some([str(names[c]) if len(names) > c else str(c) for c in only])
@@ -83,11 +83,11 @@ def note_roles(
 
 
 def note_inputs(where: str, x: NDArray[Any], features: Sequence[str] = ()) -> None:
-    """Point out values far beyond all others, and windows that seem to have time first."""
+    """Log values far beyond all others, and windows that seem to have time first."""
     if x.dtype.kind == "f" and x.ndim == 2:
         largest = np.maximum(x.max(0), -x.min(0))
         usual = np.quantile(np.abs(x[:: max(1, len(x) // SAMPLED_ROWS)]), 0.9, axis=0)
-        far = np.flatnonzero(largest > FAR * np.maximum(usual, 1e-3))
+        far = np.flatnonzero(largest > OUTLIER * np.maximum(usual, 1e-3))
         if len(far):
             k = int(far[np.argmax(largest[far])])
             row = int(np.abs(x[:, k]).argmax())
@@ -101,5 +101,5 @@ def note_inputs(where: str, x: NDArray[Any], features: Sequence[str] = ()) -> No
 
 
 def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:MOST_NAMED])
-    return shown + f" and {len(names) - MOST_NAMED} more" * (len(names) > MOST_NAMED)
+    shown = ", ".join(repr(name) for name in names[:MAX_NAMED])
+    return shown + f" and {len(names) - MAX_NAMED} more" * (len(names) > MAX_NAMED)

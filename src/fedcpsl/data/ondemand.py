@@ -1,4 +1,4 @@
-"""Samples that a function makes device by device: for more devices than memory could hold the samples of."""
+"""Samples made by a function, device by device: for more devices than fit in memory."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcpsl.data.federation import Federation, digest_of
-from fedcpsl.data.roles import LABELLED, TEST, UNLABELLED
 from fedcpsl.data.scaling import Scaling
+from fedcpsl.data.split import LABELLED, TEST, UNLABELLED
 from fedcpsl.errors import InputError
 from fedcpsl.schedule import Sizes
 
-LOOKED_AT = 8  # devices whose samples go into the digest
+DIGEST_DEVICES = 8  # devices whose samples are in the digest
 Make = Callable[[int], tuple[Any, Any]]
 
 
-class Samples(NamedTuple):
+class DeviceSamples(NamedTuple):
     """One device's samples, checked: labelled ones first, then unlabelled ones, then tests."""
 
     x: NDArray[Any]
@@ -27,7 +27,7 @@ class Samples(NamedTuple):
 
 @dataclass(frozen=True)
 class OnDemand:
-    """Devices whose samples are made when they are needed, and forgotten again; how many they are is known before."""
+    """Devices whose samples are made when they are needed, and not kept; their numbers are known before."""
 
     make: Make
     sizes: Sizes
@@ -35,7 +35,7 @@ class OnDemand:
     classes: int
     names: tuple[str, ...]
     class_names: tuple[str, ...] = ()
-    scaling: Scaling | None = None  # a function normalises its inputs itself
+    scaling: Scaling | None = None  # the function normalises its inputs itself
     features: tuple[str, ...] = ()  # its inputs have no names
 
     @property
@@ -55,23 +55,23 @@ class OnDemand:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the sizes and of a few devices' samples: equal for equal functions, as far as one can tell."""
-        some = np.unique(np.linspace(0, self.devices - 1, LOOKED_AT).round().astype(np.int64))
+        """A hash of the sizes and of a few devices' samples: equal for equal functions, with high probability."""
+        some = np.unique(np.linspace(0, self.devices - 1, DIGEST_DEVICES).round().astype(np.int64))
         samples = [array for device in some.tolist() for array in self.samples(device)]
         return digest_of(*self.sizes, self.tests, *samples)
 
-    def samples(self, device: int) -> Samples:
-        """Make one device's samples, and refuse what cannot be learnt from."""
+    def samples(self, device: int) -> DeviceSamples:
+        """Make one device's samples and check them."""
         name, shape = self.names[device], self.shape
         n, m, tests = int(self.sizes.labelled[device]), int(self.sizes.unlabelled[device]), int(self.tests[device])
         x, y = (np.asarray(array) for array in _pair(self.make(device), name))
-        wrong = _wrong(x, y, n, m, tests, shape, self.classes)
-        if wrong:
-            raise InputError(f"the samples of device {name!r}: {wrong}")
-        return Samples(x, y.astype(np.int64))
+        problem = _problem(x, y, n, m, tests, shape, self.classes)
+        if problem:
+            raise InputError(f"the samples of device {name!r}: {problem}")
+        return DeviceSamples(x, y.astype(np.int64))
 
     def held(self, devices: Iterable[int]) -> Federation:
-        """A federation of some of the devices, with their samples in memory."""
+        """Return a federation of some of the devices, with their samples in memory."""
         chosen = list(devices)
         samples = [self.samples(device) for device in chosen]
         roles = [
@@ -100,12 +100,12 @@ def from_function(
     tests: int | Sequence[int] = 0,
     names: Sequence[str] | None = None,
 ) -> OnDemand:
-    """A federation whose samples are made when a device is active: `make(device)` gives `(x, y)`.
+    """Make a federation whose samples are made when a device is active: `make(device)` returns `(x, y)`.
 
-    `labelled`, `unlabelled` and `tests` say how many samples each device has, one number for all or one per device;
+    `labelled`, `unlabelled` and `tests` are the numbers of samples of each device, one for all or one per device;
     `x` [samples, ...] and `y` hold the labelled ones first, then the unlabelled ones, then the tests. `y` is the class,
-    0 ... `classes` - 1; that of an unlabelled sample may be -1, and serves to score pseudo-labels where it is not.
-    `make` must give the same samples whenever it is asked for the same device.
+    0 ... `classes` - 1; that of an unlabelled sample may be -1, else it is used to score pseudo-labels.
+    `make` must return the same samples whenever it is called for the same device.
     """
     if devices < 1 or classes < 2:
         raise InputError(f"devices = {devices}, classes = {classes}: give at least 1 device and 2 classes")
@@ -131,14 +131,14 @@ def from_function(
 
 def _pair(made: Any, name: str) -> tuple[Any, Any]:
     if not isinstance(made, tuple | list) or len(made) != 2:
-        raise InputError(f"the samples of device {name!r}: the function gave {type(made).__name__}; return (x, y)")
+        raise InputError(f"the samples of device {name!r}: the function returned {type(made).__name__}; return (x, y)")
     return made[0], made[1]
 
 
-def _wrong(
+def _problem(
     x: NDArray[Any], y: NDArray[Any], n: int, m: int, tests: int, shape: tuple[int, ...], classes: int
 ) -> str | None:
-    """What is wrong with one device's samples, if anything."""
+    """Return what is wrong with one device's samples, or None."""
     count = n + m + tests
     if x.shape != (count, *shape) or y.shape != (count,):
         return (

@@ -1,38 +1,38 @@
-"""Where samples come from: data sets by name and your own files; and who holds them."""
+"""From settings to a federation: data sets by name or your own files, partitioned or with a saved split."""
 
+import io
 import os
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from fedcpsl import config
-from fedcpsl.data.datasets import NAMED
-from fedcpsl.data.federation import Federation, Source, array_source, federate
-from fedcpsl.data.notes import note_classes, note_inputs, note_roles
-from fedcpsl.data.npz import read_archive
+from fedcpsl.data.datasets import NAMED, synthetic
+from fedcpsl.data.federation import Federation, Source, digest_of, federate, with_roles
+from fedcpsl.data.notes import note_roles
 from fedcpsl.data.ondemand import OnDemand
-from fedcpsl.data.partition import by_classes, by_dirichlet, by_quantity, by_shards, iid
-from fedcpsl.data.roles import LABELLED, TEST, Shares
-from fedcpsl.data.split import reuse_split
-from fedcpsl.data.synthetic import synthetic
-from fedcpsl.data.tables import Choices, Columns, is_table, read_table
+from fedcpsl.data.readers import read_archive, read_image_folder, read_npz
+from fedcpsl.data.split import LABELLED, ROLES, TEST, Shares, by_classes, by_dirichlet, by_quantity, by_shards, iid
+from fedcpsl.data.tables import Columns, TableOptions, is_table, read_table
 from fedcpsl.errors import InputError, did_you_mean
 
 DATASETS = (*NAMED, "synthetic", "own")
-WHO = "who holds which row? Say it with --device-column COLUMN, or share rows out with --partition iid --devices N"
+NO_DEVICES = "which device holds each row? Give --device-column COLUMN, or --partition iid --devices N"
 
 
 def load_federation(data: config.Data, seed: int, source: Source | None = None) -> Federation | OnDemand:
-    """The federation that the settings describe; `source` where its samples are read already."""
-    data = resolve(data)
+    """Return the federation that the settings describe; give `source` if its samples are loaded already."""
+    data = resolve_auto(data)
     if data.dataset == "synthetic":
         return synthetic(data, seed)
     source = source or load_source(data)
     normalise = data.normalise == "standard"
     if data.split:
         return reuse_split(Path(data.split), source, normalise=normalise)
-    placed = place(source, data, seed)
+    assigned = assign_devices(source, data, seed)
     try:
-        federation = federate(placed, shares(data), normalise=normalise, seed=seed)
+        federation = federate(assigned, shares(data), normalise=normalise, seed=seed)
     except InputError as error:
         raise InputError(f"{data.file}: {error}" if data.file else str(error)) from error
     if data.file:
@@ -41,8 +41,8 @@ def load_federation(data: config.Data, seed: int, source: Source | None = None) 
     return federation
 
 
-def resolve(data: config.Data) -> config.Data:
-    """The settings with every `auto` decided."""
+def resolve_auto(data: config.Data) -> config.Data:
+    """Return the settings with a value for every `auto`."""
     dataset = "own" if data.file else data.dataset
     if dataset not in DATASETS:
         raise InputError(f"data.dataset = {dataset!r}: no such data set; {did_you_mean(dataset, DATASETS)}")
@@ -66,35 +66,33 @@ def resolve(data: config.Data) -> config.Data:
 
 
 def load_source(data: config.Data) -> Source:
-    """The samples, read from wherever the settings say."""
+    """Read the samples that the settings describe."""
     if data.dataset != "own":
         return NAMED[data.dataset].read(data_folders(data.dir))
     path = Path(data.file)
     if path.is_dir():
-        from fedcpsl.data.images import read_image_folder
-
         return read_image_folder(path)
     if is_table(path):
         if not path.exists():
             raise InputError(f"{path}: no such file")
         if not data.label:
-            raise InputError(f"{path}: which column is the label? Say it with --label COLUMN")
+            raise InputError(f"{path}: which column is the label? Give --label COLUMN")
         if data.partition == "natural" and not data.device_column and not data.split:
-            raise InputError(f"{path}: {WHO}")
+            raise InputError(f"{path}: {NO_DEVICES}")
         dropped = tuple(name.strip() for name in data.drop.split(",")) if data.drop else ()
-        choices = Choices(dropped, missing_is_class=data.missing_labels == "class")
-        return read_table(path, Columns(data.label, data.device_column, data.test_column), choices)
+        options = TableOptions(dropped, missing_is_class=data.missing_labels == "class")
+        return read_table(path, Columns(data.label, data.device_column, data.test_column), options)
     if path.suffix in (".npz", ".npy") or not path.exists():
         return read_npz(path, devices_needed=data.partition == "natural" and not data.split)
     raise InputError(f"{path}: give an .npz, .csv, .tsv or .parquet file, or a folder of images")
 
 
-def place(source: Source, data: config.Data, seed: int) -> Source:
-    """The source with a device for every sample, by the partition that the settings name."""
+def assign_devices(source: Source, data: config.Data, seed: int) -> Source:
+    """Return the source with a device for every sample, by the partition that the settings name."""
     n, y = data.devices, source.y
     if data.partition == "natural":
         if source.device is None:
-            raise InputError(f"{data.file}: {WHO}")
+            raise InputError(f"{data.file}: {NO_DEVICES}")
         return source
     if data.partition == "iid":
         owner = iid(len(y), n, seed)
@@ -110,30 +108,50 @@ def place(source: Source, data: config.Data, seed: int) -> Source:
 
 
 def shares(data: config.Data) -> Shares:
-    """How each device's samples are shared out, from resolved settings."""
+    """Return the shares of labelled, test and validation samples, from resolved settings."""
     assert not isinstance(data.labelled, str)
-    having = None if data.labelled_devices == "all" else int(data.labelled_devices)
-    return Shares(data.labelled, data.labelled_by, data.stratified, having, data.test, data.validation)
-
-
-def read_npz(path: Path, *, devices_needed: bool) -> Source:
-    """Your own arrays: `x`, `y` (-1 where unlabelled), `device`, and optionally `test`."""
-    arrays = read_archive(path)
-    for name in ("x", "y", "device") if devices_needed else ("x", "y"):
-        if name not in arrays:
-            raise InputError(f"{path}: has no array {name!r} (it has {', '.join(arrays) or 'none'}); add it")
-    try:
-        source = array_source(arrays["x"], arrays["y"], arrays.get("device"), arrays.get("test"))
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from error
-    note_inputs(path.name, source.x)
-    note_classes(path.name, source.class_names)
-    return source
+    with_labels = None if data.labelled_devices == "all" else int(data.labelled_devices)
+    return Shares(data.labelled, data.labelled_by, data.stratified, with_labels, data.test, data.validation)
 
 
 def data_folders(given: str) -> list[Path]:
-    """`--data-dir`, or FEDCPSL_DATA from the environment: where data sets are looked for before the cache."""
+    """Return `--data-dir`, or FEDCPSL_DATA from the environment: data sets are searched there before the cache."""
     folder = given or os.environ.get("FEDCPSL_DATA", "")
     if folder and not Path(folder).is_dir():
         raise InputError(f"data.dir = {folder!r}: no such folder")
     return [Path(folder)] if folder else []
+
+
+def split_bytes(source: Source, federation: Federation) -> bytes:
+    """Return an .npz archive of the split: every sample's device (-1: none) and role. The source has its devices."""
+    assert source.device is not None
+    held = source.device >= 0
+    device = np.full(len(source.y), -1, np.int64)
+    role = np.full(len(source.y), -1, np.int8)
+    device[held], role[held] = federation.device, federation.role
+    content = io.BytesIO()
+    np.savez_compressed(
+        content,
+        device=device,
+        role=role,
+        names=np.array(federation.names),
+        samples_sha256=np.array(digest_of(source.x, source.y)),
+    )
+    return content.getvalue()
+
+
+def reuse_split(path: Path, source: Source, *, normalise: bool) -> Federation:
+    """Return the federation that a saved split describes; InputError if it was made for other samples."""
+    arrays = read_archive(path)
+    missing = [name for name in ("device", "role", "names", "samples_sha256") if name not in arrays]
+    if missing:
+        raise InputError(f"{path}: not a saved split (it has no {missing[0]!r}); make one with `fedcpsl data --save`")
+    device, role = arrays["device"], arrays["role"]
+    if str(arrays["samples_sha256"]) != digest_of(source.x, source.y):
+        raise InputError(f"{path}: this split was made for other samples; make one with `fedcpsl data --save`")
+    fits = device.dtype.kind == role.dtype.kind == "i" and device.shape == role.shape == source.y.shape
+    held = device >= 0 if fits else device
+    if not fits or (device >= len(arrays["names"])).any() or not np.isin(role[held], range(len(ROLES))).all():
+        raise InputError(f"{path}: this split was changed by hand and does not fit; make it again")
+    source = source._replace(x=source.x if held.all() else source.x[held], names=tuple(map(str, arrays["names"])))
+    return with_roles(source, source.y[held], device[held], role[held].astype(np.int8), normalise=normalise)

@@ -1,4 +1,7 @@
-"""Tables: CSV and Parquet files, pandas, polars and Arrow frames. A row is a sample, a column a feature."""
+"""Tables: CSV and Parquet files, pandas, polars and Arrow frames. A row is a sample, a column a feature.
+
+Text columns become numbers: labels and devices as codes, features as 0 and 1.
+"""
 
 import csv
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,103 +12,112 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcpsl.data.categorical import in_order, merged
-from fedcpsl.data.csv_files import batches_of, check_words, header_of, is_number, kind_of, not_a_number
-from fedcpsl.data.federation import Source
+from fedcpsl.data.csv_files import batches_of, check_text_column, header_of, is_number, kind_of, not_a_number
+from fedcpsl.data.federation import Source, natural_order
 from fedcpsl.data.notes import is_missing, note, note_classes, note_columns, note_inputs
-from fedcpsl.data.table_rows import Table, table_of
 from fedcpsl.errors import InputError, did_you_mean
+from fedcpsl.progress import track
 
 TABLE_FILES = (".csv", ".tsv", ".parquet")
+TRUTH_VALUES = {"true": 1.0, "yes": 1.0, "t": 1.0, "y": 1.0, "false": 0.0, "no": 0.0, "f": 0.0, "n": 0.0}
+MAX_CATEGORIES = 50  # of a text column that becomes features
 TRUE, FALSE = ("1", "true", "yes"), ("0", "false", "no", "")
 
 
 class Columns(NamedTuple):
-    """The columns that are not features: the label (empty: unlabelled), who holds the row, and whether it is a test."""
+    """The columns that are not features: the label (empty: unlabelled), the row's device, whether it is a test."""
 
     label: str
     device: str = ""
     test: str = ""
 
 
-class Choices(NamedTuple):
-    """What else was decided about a table."""
+class TableOptions(NamedTuple):
+    """Other options for reading a table."""
 
     drop: tuple[str, ...] = ()  # columns that are left out; #2 is the second
     missing_is_class: bool = False  # whether NA, null, ? and the like are classes
 
 
-AS_IT_IS = Choices()
+DEFAULT_OPTIONS = TableOptions()
 
 
 def is_table(path: Path) -> bool:
     return kind_of(path) in TABLE_FILES
 
 
-def read_table(path: Path, columns: Columns, choices: Choices = AS_IT_IS) -> Source:
-    """A CSV or Parquet file, read piece by piece."""
+def read_table(path: Path, columns: Columns, options: TableOptions = DEFAULT_OPTIONS) -> Source:
+    """Read a CSV or Parquet file, batch by batch."""
     with _readable(path):
         return _read(
             path,
             columns,
-            lambda names, words, batches: _source(names, words, batches, columns, choices, path.name),
-            choices,
+            lambda names, text_columns, batches: _source(names, text_columns, batches, columns, options, path.name),
+            options,
         )
 
 
 def column_names(path: Path) -> list[str]:
-    """All columns of a file, in its order."""
+    """Return the names of all columns of a file, in its order."""
     with _readable(path):
         return _names(_parquet_names(path)) if _is_parquet(path) else _names(header_of(path))
 
 
 class Rows(NamedTuple):
-    """Rows for a model that is trained already."""
+    """Rows of a file for a model that is already trained."""
 
     x: NDArray[np.float32]  # [rows, features], in the order of training
-    label: list[str] | None  # "" where a row has none; None without a label column
-    device: list[str] | None  # the same for who holds a row
+    label: list[str] | None  # "" if a row has none; None without a label column
+    device: list[str] | None  # the same for the row's device
 
 
 def read_rows(path: Path, features: Sequence[str], columns: Columns) -> Rows:
-    """A file with the features of training, in any order; of `columns`, the label and the device are read."""
+    """Read a file that has the features of training, in any order; of `columns`, the label and the device are read."""
     with _readable(path):
         names = column_names(path)
-        there = Columns(*(name if name in names else "" for name in columns))
+        present = Columns(*(name if name in names else "" for name in columns))
         wanted = set(_without_categories(features, names))
         dropped = tuple(name for name in names if name not in wanted and (not name or name not in columns))
 
-        def read(names: list[str], words: list[str], batches: Iterable[Any]) -> Rows:
-            table = table_of(names, words, batches, there)
-            label, device = (_cells(table, column) if column else None for column in (there.label, there.device))
+        def read(names: list[str], text_columns: list[str], batches: Iterable[Any]) -> Rows:
+            table = build_table(names, text_columns, batches, present)
+            label, device = (_cells(table, column) if column else None for column in (present.label, present.device))
             known = label and ["" if is_missing(text) else text for text in label]
             return Rows(_as_trained(table, features), known, device)
 
         _check_features(names, wanted, columns, dropped)
-        return _read(path, there, read, Choices())
+        return _read(path, present, read, TableOptions())
+
+
+class Table(NamedTuple):
+    """A table's rows: features as numbers, the other columns as codes of texts."""
+
+    x: NDArray[np.float32]
+    features: tuple[str, ...]
+    texts: dict[str, list[Any]]
 
 
 def _cells(table: Table, column: str) -> list[str]:
-    """A column's words, empty where there is none."""
-    codes, texts = merged(table.texts[column])
+    """Return a column's texts, empty if a cell has none."""
+    codes, texts = merge_codes(table.texts[column])
     return [texts[code] if code >= 0 else "" for code in codes.tolist()]
 
 
 def _without_categories(features: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The columns that features were made of: column=value came of a column of words."""
+    """Return the columns that the features were made of: column=value comes from a text column."""
     known = set(names)
     return [name if name in known or "=" not in name else name.partition("=")[0] for name in features]
 
 
 def _as_trained(table: Table, features: Sequence[str]) -> NDArray[np.float32]:
-    """The features of training, in their order; a word that training did not have is refused."""
+    """Return the features of training, in their order; InputError for a text that training did not have."""
     trained, made = set(features), dict(zip(table.features, range(len(table.features)), strict=True))
     for name in table.features:
         if name not in trained:
             column, _, value = name.partition("=")
             raise InputError(f"column {column!r} has {value!r}, which the model was not trained on")
-    nothing = np.zeros(len(table.x), np.float32)
-    return np.stack([table.x[:, made[name]] if name in made else nothing for name in features], 1)
+    absent = np.zeros(len(table.x), np.float32)
+    return np.stack([table.x[:, made[name]] if name in made else absent for name in features], 1)
 
 
 def _check_features(names: list[str], features: set[str], columns: Columns, unknown: Sequence[str]) -> None:
@@ -120,7 +132,7 @@ def _check_features(names: list[str], features: set[str], columns: Columns, unkn
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Errors with the file's name."""
+    """Add the file's name to errors."""
     if not path.is_file():
         raise InputError(f"{path}: no such file")
     arrow = _arrow(str(path))
@@ -129,21 +141,23 @@ def _readable(path: Path) -> Iterator[None]:
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     except (arrow.ArrowException, OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"{path}: {_in_words(error, path)}") from error
+        raise InputError(f"{path}: {_describe(error, path)}") from error
 
 
-def _in_words(error: Exception, path: Path) -> str:
-    """What went wrong, with the column's name where pyarrow counts columns from 0."""
+def _describe(error: Exception, path: Path) -> str:
+    """Return what went wrong, with the column's name instead of pyarrow's number."""
     found = not_a_number(error)
     if found:
         where = f" in row {found.row}" if found.row else ""
         name = header_of(path)[found.column]
-        return f"column {name!r} has {found.value!r}{where}, not a number: mend it, encode it, or leave it out (--drop)"
+        return (
+            f"column {name!r} has {found.value!r}{where}, not a number: correct it, encode it, or leave it out (--drop)"
+        )
     return f"cannot be read as a table: {' '.join(str(error).split())}; write it again"
 
 
-def frame_source(frame: Any, columns: Columns, choices: Choices = AS_IT_IS) -> Source:
-    """A pandas, polars or Arrow table."""
+def frame_source(frame: Any, columns: Columns, options: TableOptions = DEFAULT_OPTIONS) -> Source:
+    """Read a pandas, polars or Arrow table."""
     arrow = _arrow("a frame")
     if isinstance(frame, dict) or not (hasattr(frame, "__arrow_c_stream__") or hasattr(frame, "__dataframe__")):
         raise InputError(f"a {type(frame).__name__} is not a table: give a pandas, polars or Arrow frame")
@@ -151,11 +165,11 @@ def frame_source(frame: Any, columns: Columns, choices: Choices = AS_IT_IS) -> S
         if type(frame).__module__.startswith("pandas"):
             table = arrow.Table.from_pandas(
                 frame, preserve_index=False
-            )  # a shuffled frame's row numbers are no feature
+            )  # the index of a shuffled frame is not a feature
         else:
             table = arrow.table(frame)
         names = _names(table.schema.names)
-        return _source(names, _words(table.schema, columns), table.to_batches(), columns, choices, "the frame")
+        return _source(names, _text_columns(table.schema, columns), table.to_batches(), columns, options, "the frame")
     except (arrow.ArrowException, TypeError, ValueError) as error:
         raise InputError(f"the frame cannot be read: {' '.join(str(error).split())}") from error
 
@@ -168,11 +182,11 @@ def _arrow(what: str) -> Any:
     return pyarrow
 
 
-Use = Callable[[list[str], list[str], Iterable[Any]], Any]  # of columns, those of words, and rows piece by piece
+Use = Callable[[list[str], list[str], Iterable[Any]], Any]  # of all columns, the text columns, and batches of rows
 
 
-def _read(path: Path, columns: Columns, use: Use, choices: Choices) -> Any:
-    """What `use` makes of a file's rows. A column with a cell that is no number is read again as words."""
+def _read(path: Path, columns: Columns, use: Use, options: TableOptions) -> Any:
+    """Return `use` of a file's rows. A column with a cell that is not a number is read again as text."""
     import pyarrow as pa
 
     if _is_parquet(path):
@@ -180,36 +194,41 @@ def _read(path: Path, columns: Columns, use: Use, choices: Choices) -> Any:
 
         file = ParquetFile(path)
         names = _names(file.schema_arrow.names)
-        return use(names, _words(file.schema_arrow, columns), file.iter_batches(batch_size=1 << 16))
+        return use(names, _text_columns(file.schema_arrow, columns), file.iter_batches(batch_size=1 << 16))
     names = _names(header_of(path))
-    _check_columns(names, columns)  # before a device's name is taken for a number
-    texts, dropped = {name for name in columns if name}, set(_dropped(names, choices))
-    words: list[str] = []
+    _check_columns(names, columns)  # before a device's name is parsed as a number
+    other, dropped = {name for name in columns if name}, set(_dropped(names, options))
+    text_columns: list[str] = []
     while True:
         try:
-            return use(names, words, batches_of(path, names, texts | dropped | set(words)))
+            return use(names, text_columns, batches_of(path, names, other | dropped | set(text_columns)))
         except pa.ArrowInvalid as error:
             found = not_a_number(error)
-            if found is None or names[found.column] in words or is_number(found.value) or not found.value.strip():
+            if (
+                found is None
+                or names[found.column] in text_columns
+                or is_number(found.value)
+                or not found.value.strip()
+            ):
                 raise
-            words.append(names[found.column])
-            check_words(path, names, words[-1])
+            text_columns.append(names[found.column])
+            check_text_column(path, names, text_columns[-1])
 
 
-def _words(schema: Any, columns: Columns) -> list[str]:
-    """The columns of words of a table that knows its types, but for those that are no features."""
+def _text_columns(schema: Any, columns: Columns) -> list[str]:
+    """Return the text columns of a typed schema, without those that are not features."""
     import pyarrow as pa
 
-    def of_words(kind: Any) -> bool:
+    def is_text(kind: Any) -> bool:
         return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_dictionary(kind)
 
-    return [field.name for field in schema if of_words(field.type) and (not field.name or field.name not in columns)]
+    return [field.name for field in schema if is_text(field.type) and (not field.name or field.name not in columns)]
 
 
-def _dropped(names: Sequence[str], choices: Choices) -> list[str]:
-    """The columns that are left out, by name or by number."""
+def _dropped(names: Sequence[str], options: TableOptions) -> list[str]:
+    """Return the names of the columns to leave out, which are given by name or by number."""
     found = []
-    for drop in choices.drop:
+    for drop in options.drop:
         number = drop[1:] if drop.startswith("#") and drop not in names else ""
         name = names[int(number) - 1] if number.isdigit() and 0 < int(number) <= len(names) else drop
         if name not in names:
@@ -232,28 +251,33 @@ def _parquet_names(path: Path) -> list[str]:
 def _names(names: Sequence[str]) -> list[str]:
     twice = [name for i, name in enumerate(names) if name in names[:i]]
     if twice:
-        raise InputError(f"column {twice[0]!r} stands there twice; rename one")
+        raise InputError(f"column {twice[0]!r} appears twice; rename one")
     return list(names)
 
 
 def _source(
-    names: list[str], words: Sequence[str], batches: Iterable[Any], columns: Columns, choices: Choices, where: str
+    names: list[str],
+    text_columns: Sequence[str],
+    batches: Iterable[Any],
+    columns: Columns,
+    options: TableOptions,
+    where: str,
 ) -> Source:
     _check_columns(names, columns)
-    x, features, texts = table_of(names, words, batches, columns, _dropped(names, choices))
+    x, features, texts = build_table(names, text_columns, batches, columns, _dropped(names, options))
     note_columns(where, features, x, names)
     note_inputs(where, x, features)
-    y, class_names = _labels(*merged(texts[columns.label]), columns.label, choices, where)
+    y, class_names = _labels(*merge_codes(texts[columns.label]), columns.label, options, where)
     source = Source(x, y, class_names, features=features)
     if columns.device:
-        codes, found = merged(texts[columns.device])
+        codes, found = merge_codes(texts[columns.device])
         if (codes < 0).any():
             row = int(np.flatnonzero(codes < 0)[0])
             raise InputError(f"column {columns.device!r} is empty in row {row + 1}: name the device of every row")
-        names_in_order, place = in_order(found)
-        source = source._replace(device=place[codes], names=tuple(names_in_order))
+        ordered_names, position = natural_order(found)
+        source = source._replace(device=position[codes], names=tuple(ordered_names))
     if columns.test:
-        source = source._replace(test=_truth(*merged(texts[columns.test]), columns.test))
+        source = source._replace(test=_test_rows(*merge_codes(texts[columns.test]), columns.test))
         assert source.test is not None
         if (source.test & (y < 0)).any():
             row = int(np.flatnonzero(source.test & (y < 0))[0])
@@ -274,30 +298,151 @@ def _check_columns(names: list[str], columns: Columns) -> None:
 
 
 def _labels(
-    codes: NDArray[np.int64], texts: list[str], column: str, choices: Choices, where: str
+    codes: NDArray[np.int64], texts: list[str], column: str, options: TableOptions, where: str
 ) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """Class numbers and names; empty is unlabelled, and so are -1 and words such as NA, unless these are classes."""
-    there = [text for i, text in enumerate(texts) if text not in ("", "-1") and (codes == i).any()]
-    used = [text for text in there if choices.missing_is_class or not is_missing(text)]
+    """Return class numbers and names; empty, -1 and texts such as NA are unlabelled, unless these are classes."""
+    present = [text for i, text in enumerate(texts) if text not in ("", "-1") and (codes == i).any()]
+    used = [text for text in present if options.missing_is_class or not is_missing(text)]
     if not used:
         raise InputError(f"column {column!r} has no label in any row: give some labels")
-    left = [text for text in there if text not in used]
+    left = [text for text in present if text not in used]
     if left:
         rows = int(np.isin(codes, [texts.index(text) for text in left]).sum())
         called = ", ".join(map(repr, left))
         note(
-            f"{where}: {rows} rows with {called} in column {column!r} are read as unlabelled; where that is a class, "
+            f"{where}: {rows} rows with {called} in column {column!r} are read as unlabelled; if that is a class, "
             "give --set data.missing_labels=class"
         )
-    class_names, place = in_order(used)
+    class_names, position = natural_order(used)
     note_classes(where, class_names)
-    number = dict(zip(used, place.tolist(), strict=True))
+    number = dict(zip(used, position.tolist(), strict=True))
     table = np.array([number.get(text, -1) for text in texts] + [-1], np.int64)
     return table[codes], tuple(class_names)
 
 
-def _truth(codes: NDArray[np.int64], texts: list[str], column: str) -> NDArray[np.bool_]:
+def _test_rows(codes: NDArray[np.int64], texts: list[str], column: str) -> NDArray[np.bool_]:
     wrong = [text for text in texts if text.lower() not in TRUE + FALSE]
     if wrong:
         raise InputError(f"column {column!r} has {wrong[0]!r}: give 0 or 1, true or false")
     return np.array([text.lower() in TRUE for text in texts] + [False])[codes]
+
+
+def build_table(
+    names: list[str],
+    text_columns: Sequence[str],
+    batches: Iterable[Any],
+    columns: Sequence[str],
+    drop: Sequence[str] = (),
+) -> Table:
+    left_out = {name for name in columns if name} | set(drop)
+    features = [name for name in names if name not in left_out]
+    numbers = [name for name in features if name not in text_columns]
+    categories: dict[str, list[Any]] = {name: [] for name in features if name in text_columns}
+    texts: dict[str, list[Any]] = {name: [] for name in columns if name}
+    if not features:
+        raise InputError("has no feature columns: all its columns are label, device or test")
+    x: list[NDArray[np.float32]] = []
+    rows = 0
+    for batch in track(batches, "reading rows"):
+        x.append(_features(batch, numbers, rows))
+        for kept in (texts, categories):
+            for name, parts in kept.items():
+                parts.append(encode(batch.column(name)))
+        rows += batch.num_rows
+    if rows == 0:
+        raise InputError("the table is empty: it has no rows")
+    blocks = {name: one_hot_columns(name, *merge_codes(parts)) for name, parts in categories.items()}
+    joined, named = _concatenate(x), tuple(numbers)
+    for name, (block, made) in blocks.items():
+        joined, named = np.concatenate([joined, block], 1), (*named, *made)
+        how = "a number, 0 or 1" if made == (name,) else f"{len(made)} column{'s' * (len(made) > 1)} of 0 and 1"
+        note(f"column {name!r} holds text: read as {how}")
+    return Table(joined, named, texts)
+
+
+def _features(batch: Any, features: list[str], before: int) -> NDArray[np.float32]:
+    """Return the features of a batch, [rows, features]; InputError with the column's name for text and empty cells."""
+    import pyarrow as pa
+
+    block = np.empty((batch.num_rows, len(features)), np.float32)
+    for k, name in enumerate(features):
+        column = batch.column(name)
+        kind = column.type
+        if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+            raise InputError(f"column {name!r} holds {kind}, not numbers: encode it as numbers, or leave it out")
+        if column.null_count:
+            row = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
+            raise InputError(f"column {name!r} is empty in row {before + row + 1}: fill it, or leave the row out")
+        block[:, k] = column.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
+    if not np.isfinite(block).all():
+        row, k = np.argwhere(~np.isfinite(block))[0]
+        raise InputError(f"column {features[k]!r} is not a finite number in row {before + row + 1}: fill it")
+    return block
+
+
+def _concatenate(parts: list[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """Concatenate the parts, and free each once it is copied: memory never holds everything twice."""
+    joined = np.empty((sum(map(len, parts)), parts[0].shape[1]), np.float32)
+    end = len(joined)
+    while parts:
+        part = parts.pop()
+        joined[end - len(part) : end] = part
+        end -= len(part)
+    return joined
+
+
+def encode(column: Any) -> tuple[NDArray[np.int64], list[str]]:
+    """Return a column as codes of its distinct texts (-1 if empty), and these texts."""
+    import pyarrow as pa
+
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        column = pa.DictionaryArray.from_arrays(column.indices, column.dictionary.cast(pa.string())).dictionary_decode()
+    if pa.types.is_floating(column.type):  # pandas turns whole numbers with missing values into floats
+        column = pa.array(column.to_numpy(zero_copy_only=False), from_pandas=True)  # NaN is missing too
+        column = column.cast(pa.int64()) if _is_whole(column) else column
+    if pa.types.is_boolean(column.type):
+        column = column.cast(pa.int8())
+    encoded = column.cast(pa.string()).dictionary_encode()
+    codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+    texts = [text.strip() for text in encoded.dictionary.to_pylist()]
+    empty = [i for i, text in enumerate(texts) if text == ""]
+    codes[np.isin(codes, empty)] = -1
+    return codes, texts
+
+
+def _is_whole(column: Any) -> bool:
+    values = column.drop_null().to_numpy(zero_copy_only=False)
+    return bool((np.floor(values) == values).all())
+
+
+def merge_codes(parts: list[tuple[NDArray[np.int64], list[str]]]) -> tuple[NDArray[np.int64], list[str]]:
+    """Merge the codes of a column's batches into codes of the whole column."""
+    known: dict[str, int] = {}
+    whole = []
+    for codes, texts in parts:
+        table = np.array([known.setdefault(text, len(known)) for text in texts] + [-1], np.int64)
+        whole.append(table[codes])  # -1 selects the last entry
+    return np.concatenate(whole), list(known)
+
+
+def one_hot_columns(
+    name: str, codes: NDArray[np.int64], texts: list[str]
+) -> tuple[NDArray[np.float32], tuple[str, ...]]:
+    """Return a text column as numbers: 0 or 1 for true and false, else one column for each text."""
+    used = [text for i, text in enumerate(texts) if (codes == i).any()]
+    if (
+        all(text.lower() in TRUTH_VALUES for text in used)
+        and (codes >= 0).all()
+        and len({TRUTH_VALUES[t.lower()] for t in used}) == 2
+    ):
+        values = np.array([TRUTH_VALUES.get(text.lower(), 0.0) for text in texts], np.float32)
+        return values[codes][:, None], (name,)
+    if len(used) > MAX_CATEGORIES:
+        raise InputError(
+            f"column {name!r} holds {len(used)} different texts, not numbers: encode it as numbers, or leave it out "
+            "(--drop)"
+        )
+    ordered, _ = natural_order(used)
+    block = np.stack([codes == texts.index(text) for text in ordered], 1).astype(np.float32)
+    return block, tuple(f"{name}={text}" for text in ordered)

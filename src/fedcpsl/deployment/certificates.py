@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from fedcpsl.errors import InputError, RunError
-from fedcpsl.runs.files import make_folder
+from fedcpsl.storage import make_folder
 
 try:
     from cryptography import x509

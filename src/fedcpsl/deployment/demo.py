@@ -13,7 +13,7 @@ import numpy as np
 from fedcpsl.deployment.addresses import free_port
 from fedcpsl.deployment.status import read_status
 from fedcpsl.errors import InputError, RunError
-from fedcpsl.runs.files import make_folder, write_whole
+from fedcpsl.storage import make_folder, write_whole
 
 JOB = """# What the devices of this federation do together.
 [federation]

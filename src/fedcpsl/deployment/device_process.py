@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fedcpsl.config import Data
 from fedcpsl.data.federation import federate
-from fedcpsl.data.roles import Shares
 from fedcpsl.data.sources import load_source
+from fedcpsl.data.split import Shares
 from fedcpsl.deployment.conditions import Conditions, reason_to_decline
 from fedcpsl.deployment.job import Job, fitted, message_bytes, read_job, server_terms
 from fedcpsl.deployment.wire import About, Packet, pack, unpack
@@ -25,8 +25,8 @@ from fedcpsl.federation.local_data import held, no_holdings
 from fedcpsl.federation.messages import TRAIN, Message
 from fedcpsl.federation.privacy import strictest
 from fedcpsl.federation.protection import Protection
-from fedcpsl.runs.files import make_folder, write_whole
 from fedcpsl.simulation.device_data import normalise
+from fedcpsl.storage import make_folder, write_whole
 
 LOG = logging.getLogger("fedcpsl")
 UNFIT = "its data does not fit the job, or its folder cannot be used; its own log says why"

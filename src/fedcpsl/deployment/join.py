@@ -19,7 +19,7 @@ from fedcpsl.deployment.status import DEVICE
 from fedcpsl.deployment.status_client import tls_problem
 from fedcpsl.deployment.wire import Packet, finish, read_about
 from fedcpsl.errors import InputError, RunError, printable
-from fedcpsl.runs.files import make_folder
+from fedcpsl.storage import make_folder
 
 ANSWER_S = 120.0  # without a byte from the server
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0

@@ -11,7 +11,7 @@ from fedcpsl.deployment.keys import accepted_keys, forgotten_devices, revoked_de
 from fedcpsl.deployment.signing import Request, signer_of
 from fedcpsl.deployment.status import DEVICE
 from fedcpsl.errors import InputError, RunError, printable
-from fedcpsl.runs.files import write_whole
+from fedcpsl.storage import write_whole
 
 AGAIN_S = 60.0  # before the same refusal is said again
 MOST_REPORTS = 1000

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from fedcpsl.deployment.certificates import PRIVATE, PUBLIC, read_certificate, refuse_existing, write_new
 from fedcpsl.errors import InputError, RunError
-from fedcpsl.runs.files import write_whole
+from fedcpsl.storage import write_whole
 
 from cryptography.hazmat.primitives import serialization  # isort: skip
 from cryptography.hazmat.primitives.asymmetric import ec  # isort: skip

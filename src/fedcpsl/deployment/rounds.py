@@ -11,7 +11,7 @@ from fedcpsl.federation.messages import Transport
 from fedcpsl.federation.privacy import epsilon
 from fedcpsl.federation.server import Names, serve
 from fedcpsl.federation.server_store import Serving
-from fedcpsl.runs.files import to_json, write_whole
+from fedcpsl.storage import to_json, write_whole
 
 LOG = logging.getLogger("fedcpsl")
 IDLE_S, LONGEST_IDLE_S = 1.0, 60.0  # between turns in which nobody was counted

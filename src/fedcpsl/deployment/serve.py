@@ -17,8 +17,7 @@ from fedcpsl.deployment.status import read_status
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation.privacy import check_delta
 from fedcpsl.federation.server_store import go_back
-from fedcpsl.runs.files import make_folder, write_whole
-from fedcpsl.runs.folder import locked
+from fedcpsl.storage import locked, make_folder, write_whole
 
 KEYS_S = 2.0  # between looks at the keys
 Say = Callable[[str], None]

@@ -11,19 +11,20 @@ from fedcpsl.algorithm import optional
 from fedcpsl.algorithms import find_algorithm, traits_of
 from fedcpsl.config import Config, Data, to_toml
 from fedcpsl.data.federation import Federation, Source, federate
-from fedcpsl.data.roles import TEST, Shares
 from fedcpsl.data.sources import load_source
+from fedcpsl.data.split import TEST, Shares
 from fedcpsl.data.tables import column_names, is_table
 from fedcpsl.errors import InputError
 from fedcpsl.evaluation import Evaluation, evaluate
 from fedcpsl.export.graph import with_tensors
 from fedcpsl.export.saved_run import Kept, on_this_machine, one_device
-from fedcpsl.runs.files import sha256_of, to_json, write_whole
+from fedcpsl.runs.checkpoint import save_models
+from fedcpsl.runs.environment import make_manifest
 from fedcpsl.runs.folder import write_manifest
-from fedcpsl.runs.manifest import make_manifest
-from fedcpsl.runs.outputs import save_models, write_tables
-from fedcpsl.runs.split_summary import write_holdings
+from fedcpsl.runs.result_tables import write_tables
+from fedcpsl.runs.split_summary import write_split_summary
 from fedcpsl.simulation import Setup, State, prepare, simulate
+from fedcpsl.storage import sha256_of, to_json, write_whole
 
 NORMAL = 1.959964  # standard deviations on either side of a 95 % interval
 
@@ -165,7 +166,7 @@ def write_adapted(adapted: Adapted, kept: Kept, folder: Path) -> None:
         write_manifest(partial, manifest | {"config_sha256": sha256_of(text)})
         write_whole(partial / "config.toml", text)
         write_whole(partial / "metrics.jsonl", to_json(metrics) + "\n")
-        write_holdings(partial, adapted.federation)
+        write_split_summary(partial, adapted.federation)
         save_models(partial, adapted.state, adapted.federation.scaling)
         write_tables(partial, adapted.state, adapted.evaluation, adapted.federation.class_names)
         partial.replace(folder)

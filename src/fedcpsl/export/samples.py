@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcpsl.data.images import IMAGE_FILES, UNLABELLED_FOLDERS, read_images
-from fedcpsl.data.npz import read_archive
+from fedcpsl.data.readers import IMAGE_FILES, UNLABELLED_FOLDERS, read_archive, read_images
 from fedcpsl.data.tables import is_table, read_rows
 from fedcpsl.errors import InputError
 from fedcpsl.export.model_manifest import About

@@ -21,12 +21,12 @@ from fedcpsl.export.graph import PersonalModel, numbers_for, predict_of, with_te
 from fedcpsl.export.model_manifest import GLOBAL, About, Predictor, shared_config
 from fedcpsl.methods import hyper_of_device, resolved
 from fedcpsl.models import make_model
-from fedcpsl.runs.checkpoint import load_tensors
-from fedcpsl.runs.device_table import read_device_table
 from fedcpsl.runs.folder import is_finished, read_manifest, read_run_config
+from fedcpsl.runs.result_tables import read_device_table
 from fedcpsl.schedule import stream
 from fedcpsl.settings import AUTO, Run, Work
 from fedcpsl.simulation.device_data import normalise
+from fedcpsl.storage import load_tensors
 from fedcpsl.trees import Tree
 
 ROWS_AT_ONCE = 4096

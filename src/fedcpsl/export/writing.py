@@ -14,7 +14,7 @@ from fedcpsl.export.graph import onnx_of, program_of
 from fedcpsl.export.model_manifest import About, Answer
 from fedcpsl.export.reading import module_of, onnx_answer, torch_answer
 from fedcpsl.export.saved_run import Chosen
-from fedcpsl.runs.files import write_whole
+from fedcpsl.storage import write_whole
 
 TOLERANCE = 1e-5  # in the probabilities
 PROBES = 64

@@ -21,8 +21,7 @@ from fedcpsl.errors import RunError
 from fedcpsl.federation.messages import TRAIN, Answer, Turn, read_tree, sent_tensors
 from fedcpsl.federation.protection import scaled
 from fedcpsl.federation.terms import Shapes, Terms, shapes_of
-from fedcpsl.runs.checkpoint import load_tensors, save_tensors
-from fedcpsl.runs.files import make_folder
+from fedcpsl.storage import load_tensors, make_folder, save_tensors
 from fedcpsl.trees import Tree, map_tensors, named_leaves, rebuilt
 
 FILE = "device.safetensors"

@@ -31,9 +31,8 @@ from fedcpsl.federation.robustness import (
 )
 from fedcpsl.federation.server_store import Member, Serving, load_serving, restart_control_variates, save_serving
 from fedcpsl.federation.terms import Terms, digest, keeps_sums
-from fedcpsl.runs.files import make_folder
-from fedcpsl.runs.folder import locked
 from fedcpsl.schedule import draw_active, draw_steps
+from fedcpsl.storage import locked, make_folder
 from fedcpsl.trees import Tree, leaves, map_tensors
 
 OFFENCES = 3  # in a row, after which a device is not asked for a while

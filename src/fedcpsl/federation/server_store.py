@@ -13,8 +13,8 @@ from fedcpsl.algorithm import optional
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation.messages import Turn
 from fedcpsl.federation.terms import Terms, digest, shapes_of
-from fedcpsl.runs.checkpoint import load_tensors, save_tensors
 from fedcpsl.schedule import Sizes
+from fedcpsl.storage import load_tensors, save_tensors
 from fedcpsl.trees import Tree, named_leaves, rebuilt
 
 FILE = "server.safetensors"

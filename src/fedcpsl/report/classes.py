@@ -6,7 +6,7 @@ import numpy as np
 
 from fedcpsl.report.loaded_runs import RunSet
 from fedcpsl.report.tables import Column, Table, percent, plain, to_html
-from fedcpsl.runs.confusion import Confusion, Counts, class_metrics
+from fedcpsl.runs.result_tables import Confusion, Counts, class_metrics
 
 MOST_RUNS = 12  # whose classes are listed
 MOST_CLASSES = 30  # of a map

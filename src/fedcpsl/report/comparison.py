@@ -21,14 +21,14 @@ from fedcpsl.report.terminal import percent
 from fedcpsl.report.terminal_width import if_it_fits, print_table, room, that_fit
 from fedcpsl.report.verdict import as_sentence, judged, of_comparison
 from fedcpsl.runs.comparison import SUMMARISED, read_plan, run_folder, summarise
-from fedcpsl.runs.files import to_json, write_whole
 from fedcpsl.runs.folder import read_metrics
+from fedcpsl.storage import to_json, write_whole
 
 UNEQUAL = 1.05  # times the fewest steps
 
 if TYPE_CHECKING:  # these import PyTorch, and showing a comparison needs none
     from fedcpsl.report.loaded_runs import RunSet
-    from fedcpsl.runs.metrics_writer import Watch
+    from fedcpsl.runs.experiment import Watch
     from fedcpsl.runs.run_groups import Announce, Planned
 
 
@@ -50,20 +50,20 @@ def comparison_progress(runs: int, console: Console) -> Iterator["Announce"]:
         everything = bar.add_task("[bold]runs", total=runs, note="")
         current = bar.add_task("round", total=None, note="")
 
-        def announce(company: Sequence["Planned"], done: int) -> Sequence["Watch"]:
-            rounds = company[0].config.work.rounds + company[0].config.work.personal_rounds
-            first = f"{company[0].case.name}, seed {company[0].seed}"
-            others = f" and {len(company) - 1} more, side by side" if len(company) > 1 else ""
+        def announce(group: Sequence["Planned"], done: int) -> Sequence["Watch"]:
+            rounds = group[0].config.work.rounds + group[0].config.work.personal_rounds
+            first = f"{group[0].case.name}, seed {group[0].seed}"
+            others = f" and {len(group) - 1} more, side by side" if len(group) > 1 else ""
             bar.update(everything, completed=done, note=if_it_fits(console, f"{first}{others}"))
             bar.reset(current, total=rounds)
 
             def watch(round: int, metrics: dict[str, Any] | None) -> None:
-                bar.update(everything, completed=done + len(company) * round / max(rounds, 1))
+                bar.update(everything, completed=done + len(group) * round / max(rounds, 1))
                 bar.update(current, completed=round)
                 if metrics:
                     bar.update(current, note=f"personal {percent(metrics['personal'])}")
 
-            return [watch, *[_look_away] * (len(company) - 1)]
+            return [watch, *[_look_away] * (len(group) - 1)]
 
         yield announce
 

@@ -183,7 +183,7 @@ def split_picture(federation: Any) -> str:
     """Devices by classes: how many samples each device sees labelled and unlabelled, as SVG."""
     import numpy as np
 
-    from fedcpsl.data.roles import LABELLED, UNLABELLED
+    from fedcpsl.data.split import LABELLED, UNLABELLED
     from fedcpsl.report.split import unknown_counts
 
     unknown = unknown_counts(federation)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fedcpsl.report.loaded_runs import LoadedRun, RunSet
-from fedcpsl.runs.split_summary import read_holdings
+from fedcpsl.runs.split_summary import read_split_summary
 
 
 def sentence(story: RunSet) -> str:
@@ -63,7 +63,7 @@ def _labels(runs: Sequence[LoadedRun]) -> str:
 
 def labelled_share(run: LoadedRun) -> float | None:
     """labelled / (labelled + unlabelled) of the training samples, where some have a class that nobody knows."""
-    found = read_holdings(run.folder, run.config) if run.config.data.file else ""
+    found = read_split_summary(run.folder, run.config) if run.config.data.file else ""
     if isinstance(found, str) or not any(found.unknown):
         return None
     if run.devices:

@@ -9,10 +9,8 @@ from fedcpsl.algorithms import traits_of
 from fedcpsl.config import Config
 from fedcpsl.errors import InputError
 from fedcpsl.runs.comparison import is_comparison, read_plan, run_folder
-from fedcpsl.runs.confusion import Confusion, read_confusion
-from fedcpsl.runs.device_table import read_device_table
-from fedcpsl.runs.folder import Metrics, failure, is_finished, read_manifest, read_metrics, read_run_config
-from fedcpsl.runs.local_baseline import FOLDER as ALONE
+from fedcpsl.runs.folder import ALONE, Metrics, failure, is_finished, read_manifest, read_metrics, read_run_config
+from fedcpsl.runs.result_tables import Confusion, read_confusion, read_device_table
 from fedcpsl.settings import AUTO
 
 MACHINE = ("executor", "slots", "processes", "store", "device", "together", "checkpoint_seconds", "keep")

@@ -16,7 +16,7 @@ from fedcpsl.report.loaded_runs import RunSet, load_runs
 from fedcpsl.report.output_path import GENERATOR, check_target
 from fedcpsl.report.sections import Parts, all_charts, parts_of, state_of, title_of
 from fedcpsl.report.tables import embedded
-from fedcpsl.runs.files import write_whole
+from fedcpsl.storage import write_whole
 
 
 def write_report(folder: Path) -> Path:

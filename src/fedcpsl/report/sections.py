@@ -14,7 +14,7 @@ from fedcpsl.report.rerun import rerun_section
 from fedcpsl.report.svg import figure, heat_map
 from fedcpsl.report.tables import Column, Table, percent, points, seconds, size, to_html
 from fedcpsl.report.verdict import as_sentence, verdicts
-from fedcpsl.runs.split_summary import Holdings, filled, read_holdings
+from fedcpsl.runs.split_summary import SplitSummary, nonzero_cells, read_split_summary
 
 MOST_SPLITS, MOST_CELLS = 4, 6_000  # of the maps of a page: keeps it small
 MOST_FAILED = 5
@@ -190,13 +190,13 @@ def _splits(story: RunSet) -> str:
     cells = 0
     for users in list(by_split.values())[:MOST_SPLITS]:
         line, run = users[0]
-        found = read_holdings(run.folder, run.config)
-        cells += filled(found) if isinstance(found, Holdings) else 0
+        found = read_split_summary(run.folder, run.config)
+        cells += nonzero_cells(found) if isinstance(found, SplitSummary) else 0
         if maps and cells > MOST_CELLS:
             break
         shared = len({user.name for user, _ in users}) == len(story.lines)
         which = f"seed {run.seed}" if shared else f"{escape(line.name)}, seed {run.seed}"
-        drawn = _map(found) if isinstance(found, Holdings) else f'<div class="waits"><p>{escape(found)}</p></div>'
+        drawn = _map(found) if isinstance(found, SplitSummary) else f'<div class="waits"><p>{escape(found)}</p></div>'
         is_first = " open" if not maps else ""
         maps.append(drawn if len(by_split) == 1 else f"<details{is_first}><summary>{which}</summary>{drawn}</details>")
     left = len(by_split) - len(maps)
@@ -207,7 +207,7 @@ def _splits(story: RunSet) -> str:
     return f'<h2>Who holds what</h2><p class="say">{says}</p>{"".join(maps)}{more}'
 
 
-def _map(found: Holdings) -> str:
+def _map(found: SplitSummary) -> str:
     shown = len(found.names)
     few = f'<p class="say">The first {shown} of {found.devices:,} devices.</p>' if shown < found.devices else ""
     kinds = len(found.classes)

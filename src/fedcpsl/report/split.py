@@ -8,7 +8,7 @@ from rich.text import Text
 
 from fedcpsl.data.federation import Federation
 from fedcpsl.data.ondemand import OnDemand
-from fedcpsl.data.roles import LABELLED, ROLES, UNLABELLED, VALIDATION
+from fedcpsl.data.split import LABELLED, ROLES, UNLABELLED, VALIDATION
 
 MOST_DEVICES, MOST_CLASSES = 30, 40
 SHADES = " ░▒▓█"

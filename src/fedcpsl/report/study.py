@@ -21,9 +21,9 @@ from fedcpsl.report.page import inline_svg, page_of
 from fedcpsl.report.study_tables import Cell, Matrix, cells_of, judged, matrices, mean_gaps
 from fedcpsl.report.terminal_width import print_table
 from fedcpsl.runs.comparison import interval
-from fedcpsl.runs.files import write_whole
 from fedcpsl.runs.folder import read_manifest, read_metrics, read_run_config
 from fedcpsl.runs.study import Study
+from fedcpsl.storage import write_whole
 
 CURVES = ("personal", "global")
 

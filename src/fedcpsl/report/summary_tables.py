@@ -8,8 +8,8 @@ import numpy as np
 from fedcpsl.report.loaded_runs import Line, LoadedRun, RunSet, alone_for
 from fedcpsl.report.tables import Column, Table, count, percent, plain, points, seconds, size
 from fedcpsl.runs.comparison import interval, reached
-from fedcpsl.runs.device_table import TESTS
 from fedcpsl.runs.folder import Metrics
+from fedcpsl.runs.result_tables import TESTS
 
 MODELS = ("personal", "global", "localized")
 TARGETS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.98, 0.99)

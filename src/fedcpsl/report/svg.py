@@ -5,7 +5,7 @@ from math import log10
 from typing import Any
 
 from fedcpsl.report.chart_series import COLOURS, Chart, Series
-from fedcpsl.runs.split_summary import Holdings
+from fedcpsl.runs.split_summary import SplitSummary
 
 WIDTH, HEIGHT = 760, 300
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 26, 38
@@ -107,12 +107,12 @@ def tick_text(value: float) -> str:
     return f"{value:g}" if abs(value) < 10_000 else f"{value / 1000:g}k"
 
 
-def heat_map(holdings: Holdings) -> str:
+def heat_map(holdings: SplitSummary) -> str:
     """Devices by classes: two tables of counts, the darker the more."""
     return '<div class="maps">' + "".join(_map(holdings, what) for what in ("labelled", "unlabelled")) + "</div>"
 
 
-def _map(holdings: Holdings, what: str) -> str:
+def _map(holdings: SplitSummary, what: str) -> str:
     counts = holdings.labelled if what == "labelled" else holdings.unlabelled
     unknown = holdings.unknown if what == "unlabelled" and any(holdings.unknown) else None
     most = max((n for row in [*counts, unknown or []] for n in row), default=0) or 1

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from fedcpsl.runs.files import to_json
+from fedcpsl.storage import to_json
 
 
 class Column(NamedTuple):

@@ -23,8 +23,7 @@ from fedcpsl.report.terminal_width import FOR_BARS, that_fit
 from fedcpsl.schedule import draw_active, draw_steps
 
 if TYPE_CHECKING:  # these import PyTorch, and showing a run needs none
-    from fedcpsl.runs.experiment import Experiment
-    from fedcpsl.runs.metrics_writer import Watch
+    from fedcpsl.runs.experiment import Experiment, Watch
 
 size = tables.size
 MODELS = ("personal", "global", "localized")

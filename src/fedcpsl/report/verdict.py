@@ -6,8 +6,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from fedcpsl.runs.device_table import read_device_table
 from fedcpsl.runs.folder import read_manifest
+from fedcpsl.runs.result_tables import read_device_table
 
 LEVEL = 0.975  # of a two-sided interval of 95 %
 Pairs = Sequence[tuple[float, float]]  # two accuracies of each device

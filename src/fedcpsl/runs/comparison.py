@@ -1,4 +1,4 @@
-"""Many runs side by side: algorithms or settings over seeds. Every run keeps its own folder."""
+"""Comparisons of algorithms or settings over seeds: their plans and summaries. Every run has its own folder."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
@@ -20,22 +20,22 @@ from fedcpsl.config import (
     with_settings,
 )
 from fedcpsl.errors import InputError, did_you_mean
-from fedcpsl.runs import folder as files
-from fedcpsl.runs.files import new_folder, parse_json, read_json, sha256_of, to_json, write_whole
+from fedcpsl.runs import folder as run_folders
 from fedcpsl.settings import AUTO
+from fedcpsl.storage import new_folder, parse_json, read_json, sha256_of, to_json, write_whole
 
 PLAN = "comparison.json"
 
 
 class Case(NamedTuple):
-    """One column of a comparison: what it is called and the settings that make it."""
+    """One case of a comparison: its name and its settings."""
 
     name: str
     settings: dict[str, Any]
 
 
 class Plan(NamedTuple):
-    """What a comparison runs: every case with every seed. Runs of one seed share split, devices and samples."""
+    """The runs of a comparison: every case with every seed. Runs of one seed share split, devices and samples."""
 
     kind: str  # "compare" or "sweep"
     base: Config
@@ -54,7 +54,7 @@ def compare_plan(
     reach: Sequence[float],
     own: Mapping[str, Any] = MappingProxyType({}),
 ) -> Plan:
-    """Algorithms beside each other; the first is what the others are compared with.
+    """Make the plan of a comparison of algorithms; the others are compared with the first.
 
     `own` are settings that only some of them have: each gets those that it has.
     """
@@ -62,20 +62,20 @@ def compare_plan(
 
     twice = [name for i, name in enumerate(algorithms) if name in algorithms[:i]]
     if twice:
-        raise InputError(f"--algorithms: {twice[0]!r} stands there twice")
+        raise InputError(f"--algorithms: {twice[0]!r} is given twice")
     cases = []
     for name in algorithms:
         everyone = {"work.active": AUTO} if traits_of(name).everyone else {}
         has = {f"algorithm.{f.name}" for f in fields(algorithm_settings(name))}
         cases.append(Case(name, {"algorithm.name": name} | everyone | {k: v for k, v in own.items() if k in has}))
-    nobody = [key for key in own if not any(key in case.settings for case in cases)]
-    if nobody:
-        raise InputError(f"{nobody[0]}: none of these algorithms has such a setting; leave it out")
+    unknown = [key for key in own if not any(key in case.settings for case in cases)]
+    if unknown:
+        raise InputError(f"{unknown[0]}: none of these algorithms has such a setting; leave it out")
     return _plan("compare", base, cases, seeds, reach)
 
 
 def sweep_plan(base: Config, grid: Mapping[str, Sequence[Any]], seeds: int, reach: Sequence[float]) -> Plan:
-    """Every combination of the values of some settings."""
+    """Make the plan of a sweep: every combination of the values of some settings."""
     cases = []
     for values in product(*grid.values()):
         chosen = dict(zip(grid, values, strict=True))
@@ -84,12 +84,14 @@ def sweep_plan(base: Config, grid: Mapping[str, Sequence[Any]], seeds: int, reac
 
 
 def _plan(kind: str, base: Config, cases: list[Case], seeds: int, reach: Sequence[float]) -> Plan:
-    from fedcpsl.runs.experiment import with_whole_paths
+    from fedcpsl.runs.experiment import with_absolute_paths
 
-    base = replace(base, data=with_whole_paths(base.data))
-    cases = [Case(case.name, {key: _whole_path(key, value) for key, value in case.settings.items()}) for case in cases]
+    base = replace(base, data=with_absolute_paths(base.data))
+    cases = [
+        Case(case.name, {key: _absolute_path(key, value) for key, value in case.settings.items()}) for case in cases
+    ]
     for case in cases:
-        with_settings(base, case.settings)  # a value that does not fit is named before anything is run
+        with_settings(base, case.settings)  # reports an invalid value before anything is run
     folders = [run_folder(Path(), case, 0).name for case in cases]
     twice = [case.name for i, case in enumerate(cases) if folders[i] in folders[:i]]
     if twice:
@@ -98,18 +100,20 @@ def _plan(kind: str, base: Config, cases: list[Case], seeds: int, reach: Sequenc
     return Plan(kind, base, cases, list(range(first, first + seeds)), list(reach))
 
 
-def _whole_path(key: str, value: Any) -> Any:
+def _absolute_path(key: str, value: Any) -> Any:
     return str(Path(value).absolute()) if key in ("data.file", "data.split", "data.dir") and value else value
 
 
 def check(plan: Plan) -> Config:
-    """Refuse a case that cannot be run before any is; returns the first one's resolved config."""
+    """Build the cases once, so that errors come before any run; returns the first one's resolved config."""
     from fedcpsl.runs.experiment import build, load_data
 
-    harmless = {f"algorithm.{name}" for name in ("eta", "eta_lc", "gamma", "alpha_p", "alpha_r", "eta_v", "warm_up")}
+    only_numbers = {
+        f"algorithm.{name}" for name in ("eta", "eta_lc", "gamma", "alpha_p", "alpha_r", "eta_v", "warm_up")
+    }
     source, resolved = None, None
     for case in plan.cases:
-        if resolved is not None and set(case.settings) <= harmless:
+        if resolved is not None and set(case.settings) <= only_numbers:
             continue
         config = with_settings(plan.base, case.settings)
         source = source or load_data(plan.base.data)
@@ -120,7 +124,7 @@ def check(plan: Plan) -> Config:
 
 
 def full_name(key: str) -> str:
-    """A setting by its own name or as section.key."""
+    """Return section.key of a setting that is given so or by its own name."""
     if "." in key:
         setting(*key.split(".", 1))
         return key
@@ -137,8 +141,8 @@ def full_name(key: str) -> str:
 
 
 def create(folder: Path, plan: Plan) -> None:
-    """A new folder with the plan in it. An existing one is never touched."""
-    files.make_parent(folder)
+    """Create a folder with the plan. An existing folder is never changed."""
+    run_folders.make_parent(folder)
     text = to_toml(plan.base)
     content = {"kind": plan.kind, "cases": [c._asdict() for c in plan.cases], "seeds": plan.seeds, "reach": plan.reach}
     content["config_sha256"] = sha256_of(text)
@@ -159,7 +163,7 @@ def is_comparison(folder: Path) -> bool:
 
 
 def read_plan(folder: Path) -> Plan:
-    """The plan that `create` wrote."""
+    """Read the plan that `create` wrote."""
     if not is_comparison(folder):
         raise InputError(
             f"{folder}: not a comparison's folder (it has no {PLAN}); give one that `fedcpsl compare` made"
@@ -175,31 +179,31 @@ def read_plan(folder: Path) -> Plan:
         raise InputError(f"{folder / PLAN}: damaged or changed by hand (its checksum does not match): restore it")
     base = with_settings(Config(), read_config(folder / "config.toml"))
     if content.get("config_sha256") not in (None, sha256_of((folder / "config.toml").read_bytes())):
-        raise InputError(f"{folder / 'config.toml'}: is not the config that this was begun with: restore it")
+        raise InputError(f"{folder / 'config.toml'}: is not the config that this was started with: restore it")
     return plan._replace(base=base)
 
 
 def run_folder(folder: Path, case: Case, seed: int) -> Path:
-    """Where one run of a comparison lives."""
+    """Return the folder of one run of a comparison."""
     safe = "".join(c if c.isalnum() or c in "=.-" else "-" for c in case.name.replace(", ", "+").replace("+", "_"))
     return folder / "runs" / f"{safe}-seed{seed}"
 
 
 def same_data(case: Case) -> bool:
-    """Whether a case reads the samples that all others read."""
+    """Whether a case uses the samples of all other cases."""
     reads = {f"data.{name}" for name in ("dataset", "file", "dir", "label", "device_column", "test_column")}
     return not reads & set(case.settings)
 
 
 def summarise(folder: Path) -> dict[str, Any]:
-    """The comparison's table as one object, from the metrics of its runs."""
+    """Return the comparison's table as one object, from the metrics of its runs."""
     plan = read_plan(folder)
     finals: dict[str, list[dict[str, Any]]] = {}
     for case in plan.cases:
         found = [run_folder(folder, case, seed) for seed in plan.seeds]
-        missing = [run for run in found if not (files.is_finished(run) or files.failure(run))]
+        missing = [run for run in found if not (run_folders.is_finished(run) or run_folders.failure(run))]
         if missing:
-            raise InputError(f"{missing[0]}: not finished; go on with: fedcpsl {plan.kind} --resume {folder}")
+            raise InputError(f"{missing[0]}: not finished; resume it with: fedcpsl {plan.kind} --resume {folder}")
         finals[case.name] = [final_row(run, plan.reach) for run in found]
     first = finals[plan.cases[0].name]
     cases = []
@@ -233,10 +237,10 @@ SUMMARISED = ("personal", "worst_tenth", "global", "localized", "validation", "u
 
 
 def final_row(run: Path, reach: Sequence[float]) -> dict[str, Any]:
-    """One run's row: how it ended, and when it first got to some accuracies."""
-    if files.failure(run):
-        return no_row(run, files.read_run_config(run).run.seed, reach) | {"failed": files.failure(run)}
-    final, metrics = files.final_metrics(run), files.read_metrics(run)
+    """Return one run's row: its last metrics, and when it first reached some accuracies."""
+    if run_folders.failure(run):
+        return no_row(run, run_folders.read_run_config(run).run.seed, reach) | {"failed": run_folders.failure(run)}
+    final, metrics = run_folders.final_metrics(run), run_folders.read_metrics(run)
     first = [next((m for m in metrics if (m["personal"]["mean"] or 0) >= target), None) for target in reach]
     return {
         "run": str(run),
@@ -254,22 +258,23 @@ def final_row(run: Path, reach: Sequence[float]) -> dict[str, Any]:
 
 
 def no_row(run: Path, seed: int, reach: Sequence[float]) -> dict[str, Any]:
-    """The row of a run that has not come to an end."""
+    """Return the row of a run that is not finished."""
     empty = dict.fromkeys(("reach_rounds", "reach_bytes"), [None] * len(reach))
     return {"run": str(run), "seed": seed, **dict.fromkeys((*SUMMARISED, "gradients_per_step")), **empty}
 
 
 def reached(runs: Sequence[Mapping[str, Any]], k: int) -> dict[str, Any]:
-    """How many runs got to an accuracy, and after how many rounds and bytes those did, on average."""
-    there = [run for run in runs if run["reach_rounds"][k] is not None]
+    """Return the number of runs that reached an accuracy, and their mean rounds and bytes until then."""
+    reaching = [run for run in runs if run["reach_rounds"][k] is not None]
     means = [
-        float(np.mean([run[key][k] for run in there])) if there else None for key in ("reach_rounds", "reach_bytes")
+        float(np.mean([run[key][k] for run in reaching])) if reaching else None
+        for key in ("reach_rounds", "reach_bytes")
     ]
-    return {"runs": len(there), "rounds": means[0], "uplink_bytes": means[1]}
+    return {"runs": len(reaching), "rounds": means[0], "uplink_bytes": means[1]}
 
 
 def interval(values: Sequence[float | None]) -> Interval | None:
-    """Mean and 95 % interval over seeds, by Student's t."""
+    """Return the mean and its 95 % interval over seeds, by Student's t."""
     known = [v for v in values if v is not None]
     if len(known) < len(values) or not known:
         return None

@@ -1,4 +1,4 @@
-"""What a run will take, before it starts: a few of its own rounds are timed, in less work, and thrown away."""
+"""Estimates of a run's time, memory and disk: a few of its own rounds are timed with fewer steps, and discarded."""
 
 import os
 import shutil
@@ -25,17 +25,17 @@ from fedcpsl.simulation.tuning import slots_that_fit
 from fedcpsl.theory import gap
 
 TRIAL = 1.0  # seconds of rounds of one step, and again of rounds of several
-MOST_ROUNDS = 200  # whose steps are counted; from those, more are guessed
+MAX_ROUNDS = 200  # whose steps are counted; those of others are estimated from them
 ENDS = 2.5  # seconds for imports before the first round, and for the report after the last
-REPORT = 90 << 20  # bytes that drawing a report takes, about
-CONTEXT = 500 << 20  # bytes of a GPU that a process takes before it computes anything, about
-LESS, MORE = 0.75, 1.35  # how far off a guess of seconds may well be, however even the trial was
+REPORT = 90 << 20  # bytes that drawing a report needs, about
+CONTEXT = 500 << 20  # bytes of a GPU that a process uses before it computes anything, about
+LESS, MORE = 0.75, 1.35  # minimum relative uncertainty of an estimate of seconds
 MORE_MEMORY = 1.25
-GUESSED = 1.3  # times as uncertain where a whole round was too long to be tried
+EXTRAPOLATED = 1.3  # times as uncertain if a complete round was too long to be timed
 
 
 class Range(NamedTuple):
-    """A guess, and what it will hardly be below and above."""
+    """An estimate with its likely minimum and maximum."""
 
     low: float
     likely: float
@@ -45,14 +45,14 @@ class Range(NamedTuple):
 class Timed(NamedTuple):
     """Seconds of a trial's rounds."""
 
-    first: float  # with the start of processes, and whatever is compiled or captured
+    first: float  # with the start of processes, compilation and capture
     rounds: list[float]  # the later ones
     first_evaluation: float
     evaluations: list[float]  # the later ones
 
 
 class Estimate(NamedTuple):
-    """What a run takes: time from the command to the prompt, memory, and its folder."""
+    """What a run needs: time from the command to the prompt, memory, and disk space of its folder."""
 
     seconds: Range
     host_bytes: Range
@@ -64,35 +64,35 @@ class Estimate(NamedTuple):
     rounds: int
     steps: int
     parameters: int
-    lacks: list[str]  # what the run would not fit into, and what helps
+    lacks: list[str]  # resources that are too small, and what helps
 
 
 class Pace(NamedTuple):
-    """What trials say of a run, in seconds, by their quickest rounds."""
+    """The speed of a run in seconds, from the fastest rounds of its trials."""
 
-    begins: float  # before the first round: the first evaluation, and what is started, compiled or captured
-    idle: float  # of a round, whatever its steps
+    begins: float  # before the first round: the first evaluation, start of processes, compilation and capture
+    idle: float  # of a round without its steps
     step: float  # of one device
     evaluation: float
-    slower: list[float]  # how many times as long as the quickest other rounds took
-    guessed: bool  # whether a round has more steps than were tried
+    slower: list[float]  # times of rounds, relative to the fastest
+    extrapolated: bool  # whether a round has more steps than were timed
 
 
 def estimate(config: Config) -> tuple[Experiment, Estimate]:
-    """Build the experiment, try a few rounds, and work out the rest; nothing is written."""
+    """Build the experiment, time a few rounds, and extrapolate; nothing is written."""
     began = time.perf_counter()
     config, federation, setup = build(config)
     building = time.perf_counter() - began
     setup = setup._replace(slots=config.run.slots or slots_that_fit([setup]))
     experiment = Experiment(replace(config, run=replace(config.run, slots=setup.slots)), federation, setup)
     steps = steps_by_round(setup)
-    pace, (host, accelerator) = paced(setup, steps, gaps=config.run.gaps)
+    pace, (host, accelerator) = measure_pace(setup, steps, gaps=config.run.gaps)
     rounds = setup.total_rounds * pace.idle + sum(steps) * pace.step
     rounds += setup.personal_rounds * pace.idle * (setup.devices / _active(setup) - 1)
     evaluations = setup.total_rounds // config.run.evaluate_every * pace.evaluation
     found = Estimate(
         seconds=_range(building + pace.begins + ENDS, rounds + evaluations, pace),
-        host_bytes=_memory(host + REPORT + _grows(setup)),
+        host_bytes=_memory(host + REPORT + _later_state_bytes(setup)),
         accelerator_bytes=None if accelerator is None else _memory(accelerator),
         folder_bytes=folder_bytes(experiment),
         building_seconds=building,
@@ -103,18 +103,20 @@ def estimate(config: Config) -> tuple[Experiment, Estimate]:
         parameters=setup.method.network.initial.numel(),
         lacks=[],
     )
-    return experiment, found._replace(lacks=list(lacks(setup, found, own_bytes())))
+    return experiment, found._replace(lacks=list(shortages(setup, found, own_bytes())))
 
 
-def paced(setup: Setup, steps: Sequence[int], *, gaps: bool) -> tuple[Pace, tuple[int, int | None]]:
-    """How fast rounds go, from some of one step and some of more; and the memory they took."""
+def measure_pace(setup: Setup, steps: Sequence[int], *, gaps: bool) -> tuple[Pace, tuple[int, int | None]]:
+    """Time rounds of one step and of more steps; returns the pace, and the memory on the host and the accelerator."""
     devices = _active(setup)
     mean = max(1, round(sum(steps[: setup.rounds]) / setup.rounds / devices))
-    one, used = tried(setup, 1, TRIAL, gaps=gaps)
+    one, used = time_rounds(setup, 1, TRIAL, gaps=gaps)
     count, many = 1, one
-    while count < mean and min(many.rounds) < 2 * min(one.rounds) + TRIAL / 4:  # else steps drown in the rest
+    while (
+        count < mean and min(many.rounds) < 2 * min(one.rounds) + TRIAL / 4
+    ):  # else steps are too short to be measured
         count = min(mean, 16 * count)
-        many, used = tried(setup, count, TRIAL, gaps=None)
+        many, used = time_rounds(setup, count, TRIAL, gaps=None)
     step = max(min(many.rounds) - min(one.rounds), 0.0) / max(count - 1, 1) / devices
     pace = Pace(
         begins=one.first_evaluation + max(0.0, many.first - min(many.rounds)),
@@ -122,7 +124,7 @@ def paced(setup: Setup, steps: Sequence[int], *, gaps: bool) -> tuple[Pace, tupl
         step=step,
         evaluation=min(one.evaluations),
         slower=[seconds / min(timed.rounds) for timed in (one, many) for seconds in timed.rounds],
-        guessed=count < mean,
+        extrapolated=count < mean,
     )
     return pace, used
 
@@ -132,9 +134,9 @@ def _active(setup: Setup) -> int:
 
 
 def steps_by_round(setup: Setup) -> list[int]:
-    """The local steps of every round; of a long run, those of some rounds stand for their neighbours'."""
+    """Return the local steps of every round; in a long run, some rounds represent their neighbours."""
     total = setup.total_rounds
-    counted = np.unique(np.linspace(0, total - 1, min(total, MOST_ROUNDS)).round().astype(np.int64))
+    counted = np.unique(np.linspace(0, total - 1, min(total, MAX_ROUNDS)).round().astype(np.int64))
     found = {int(r): _steps_of(setup, int(r)) for r in counted}
     nearest = counted[np.abs(np.arange(total)[:, None] - counted).argmin(1)] if len(counted) < total else counted
     return [found[int(r)] for r in nearest]
@@ -142,22 +144,23 @@ def steps_by_round(setup: Setup) -> list[int]:
 
 def _steps_of(setup: Setup, round: int) -> int:
     roster = setup.roster(round)
-    everybody = round >= setup.rounds or setup.method.traits.everyone
-    active = roster.tolist() if everybody else draw_active(setup.seed, round, roster, setup.work.active)
+    all_active = round >= setup.rounds or setup.method.traits.everyone
+    active = roster.tolist() if all_active else draw_active(setup.seed, round, roster, setup.work.active)
     unlabelled = setup.method.traits.unlabelled
     return sum(draw_steps(setup.seed, round, device, setup.sizes, setup.work, unlabelled) for device in active)
 
 
-def tried(setup: Setup, steps: int, seconds: float, *, gaps: bool | None) -> tuple[Timed, tuple[int, int | None]]:
-    """Rounds of so many steps a device, for about so long; and the memory they took, on the host and beside it.
+def time_rounds(setup: Setup, steps: int, seconds: float, *, gaps: bool | None) -> tuple[Timed, tuple[int, int | None]]:
+    """Time rounds of `steps` steps per device for about `seconds`.
 
-    They are evaluated too, with the gaps of the theory or without, unless `gaps` is None.
+    Rounds are evaluated too, with the gaps of the theory or without, unless `gaps` is None. Also returns the memory
+    used on the host and on the accelerator.
     """
     work = setup.work._replace(unit="steps", amount=steps)
     trial = setup._replace(work=work, rounds=max(setup.rounds, 1_000_000))
     examine, rounds, evaluations = examiner(), list[float](), list[float]()
     began = before = time.perf_counter()
-    with closing(_settled(simulate(trial))) as states:
+    with closing(_synchronised(simulate(trial))) as states:
         for state in states:
             now = time.perf_counter()
             if state.round:
@@ -175,8 +178,8 @@ def tried(setup: Setup, steps: int, seconds: float, *, gaps: bool | None) -> tup
     return Timed(rounds[0], rounds[1:], first, later), used
 
 
-def _settled(states: Iterator[State]) -> Generator[State]:
-    """The states, each once everything has been computed."""
+def _synchronised(states: Iterator[State]) -> Generator[State]:
+    """Yield the states, each once everything is computed."""
     for state in states:
         if state.targets.is_cuda:
             torch.cuda.synchronize(state.targets.device)
@@ -185,33 +188,33 @@ def _settled(states: Iterator[State]) -> Generator[State]:
         yield state
 
 
-def _range(begins: float, quick: float, pace: Pace) -> Range:
-    """From the seconds of a quick run; as wide as trials differed, and never narrow."""
-    likely, slowest = begins + quick * median(pace.slower), begins + quick * float(np.quantile(pace.slower, 0.9))
-    wide = GUESSED if pace.guessed else 1.0
-    return Range(LESS * (begins + quick) / wide, likely, max(MORE * likely, slowest) * wide)
+def _range(begins: float, fastest: float, pace: Pace) -> Range:
+    """Return the range around the seconds of the fastest run; as wide as trials differed, with a minimum width."""
+    likely, slowest = begins + fastest * median(pace.slower), begins + fastest * float(np.quantile(pace.slower, 0.9))
+    wide = EXTRAPOLATED if pace.extrapolated else 1.0
+    return Range(LESS * (begins + fastest) / wide, likely, max(MORE * likely, slowest) * wide)
 
 
 def _memory(likely: float) -> Range:
     return Range(likely / MORE_MEMORY, likely, likely * MORE_MEMORY)
 
 
-def _grows(setup: Setup) -> int:
-    """What states in host memory will take once devices have been active."""
+def _later_state_bytes(setup: Setup) -> int:
+    """Return the bytes that states in host memory will use once devices have been active."""
     if not setup.sparse or setup.store != "host":
         return 0
     return int(setup.state_bytes * _ever_active(setup))
 
 
 def _ever_active(setup: Setup) -> float:
-    """The share of devices that take part at least once, on average."""
+    """Return the expected share of devices that are active at least once."""
     if setup.method.traits.everyone or setup.personal_rounds:
         return 1.0
     return float(1 - (1 - setup.work.active / setup.devices) ** setup.rounds)
 
 
 def folder_bytes(experiment: Experiment) -> int:
-    """What the run's folder takes at its largest: checkpoints, models, and states that live on disk."""
+    """Return the maximum bytes of the run's folder: checkpoints, models, and states on disk."""
     setup, parameters = experiment.setup, experiment.setup.method.network.initial
     share = _ever_active(setup) if setup.sparse else 1.0
     labels = 0 if setup.supply is not None else setup.device_data.one_hot.numel() * parameters.element_size()
@@ -219,11 +222,13 @@ def folder_bytes(experiment: Experiment) -> int:
     personal = setup.devices * share if setup.kept_method.traits.personal else 0
     models = (1 + personal) * parameters.numel() * parameters.element_size()
     on_disk = share * setup.state_bytes if setup.store == "disk" else 0
-    return int(KEPT * checkpoint + checkpoint + models + on_disk)  # a checkpoint is whole before an old one goes
+    return int(
+        KEPT * checkpoint + checkpoint + models + on_disk
+    )  # a checkpoint is complete before an old one is deleted
 
 
-def lacks(setup: Setup, found: Estimate, own: int) -> Iterator[str]:
-    """Where the run would not fit, with what helps; `own` bytes of the memory in use are this process's."""
+def shortages(setup: Setup, found: Estimate, own: int) -> Iterator[str]:
+    """Yield the resources that are too small, with what helps; `own` bytes of the memory in use are this process's."""
     free = free_bytes(torch.device("cpu")) + own
     if found.host_bytes.likely > free:
         yield f"host memory: {_gb(found.host_bytes.likely)} needed, {_gb(free)} free; use --store disk or --devices"
@@ -245,7 +250,7 @@ def _gb(count: float) -> str:
 
 
 def peak_bytes() -> int:
-    """The most that this process has used so far, and what its children have of their own now."""
+    """Return the maximum memory of this process so far, plus the private memory of its children now."""
     if sys.platform == "win32":
         return own_bytes()
     import resource
@@ -255,21 +260,21 @@ def peak_bytes() -> int:
 
 
 def own_bytes() -> int:
-    """What this process holds now, on Linux."""
+    """Return the resident memory of this process, on Linux."""
     with suppress(OSError, ValueError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 
 def _children() -> list[int]:
-    """The processes that this one has started, on Linux."""
+    """Return the process ids of the children, on Linux."""
     with suppress(OSError):
         return [int(p) for task in Path("/proc/self/task").glob("*/children") for p in task.read_text().split()]
     return []
 
 
 def _private_bytes(process: int) -> int:
-    """What a process shares with nobody, on Linux."""
+    """Return the private memory of a process, on Linux."""
     with suppress(OSError):
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
         return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Private_"))
@@ -277,7 +282,7 @@ def _private_bytes(process: int) -> int:
 
 
 def accelerator_bytes(device: torch.device) -> int | None:
-    """The most that was held on the accelerator so far; None on a CPU."""
+    """Return the maximum memory used on the accelerator so far; None on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) + CONTEXT
     return int(torch.mps.driver_allocated_memory()) if device.type == "mps" else None

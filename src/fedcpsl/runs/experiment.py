@@ -1,4 +1,4 @@
-"""Running a config from start or from a checkpoint, into a folder."""
+"""Running a config into a folder: from the start or a checkpoint, one run or a group of runs side by side."""
 
 import signal
 import time
@@ -6,26 +6,28 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from fedcpsl.config import Config, Data
+from fedcpsl.algorithm import optional
+from fedcpsl.algorithms import find_algorithm
+from fedcpsl.config import Config, Data, with_settings
 from fedcpsl.data.federation import Federation, Source
 from fedcpsl.data.ondemand import OnDemand
-from fedcpsl.data.sources import data_folders, load_federation, load_source, resolve
+from fedcpsl.data.sources import data_folders, load_federation, load_source, resolve_auto
 from fedcpsl.errors import InputError, RunError
-from fedcpsl.evaluation import evaluate
+from fedcpsl.evaluation import Evaluation, Pending, evaluate, examiner
 from fedcpsl.models import choose_model, make_model
-from fedcpsl.runs import folder as files
-from fedcpsl.runs.checkpoint import checkpoints, drop_checkpoints, load_checkpoint, numbers_of, save_checkpoint
-from fedcpsl.runs.manifest import environment, make_manifest, now
-from fedcpsl.runs.metrics_writer import MetricsWriter, Watch
-from fedcpsl.runs.outputs import save_models, write_tables
-from fedcpsl.runs.rank0 import begin, go_on
-from fedcpsl.runs.split_summary import write_holdings
+from fedcpsl.runs import folder as run_folders
+from fedcpsl.runs.checkpoint import checkpoints, drop_checkpoints, load_checkpoint, save_checkpoint, save_models
+from fedcpsl.runs.distributed import broadcast_continue, broadcast_runs
+from fedcpsl.runs.environment import environment, make_manifest, now
+from fedcpsl.runs.result_tables import write_tables
+from fedcpsl.runs.split_summary import write_split_summary
 from fedcpsl.schedule import stream
 from fedcpsl.settings import AUTO, Run
 from fedcpsl.simulation import Setup, State, prepare, simulate_together
@@ -34,13 +36,15 @@ from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.rounds import raise_if_not_finite
 from fedcpsl.simulation.setup import choose_eta
 from fedcpsl.simulation.tuning import Layout, fastest, laid_out, slots_that_fit
-from fedcpsl.theory import applies
+from fedcpsl.storage import locked, numbers_of
+from fedcpsl.theory import applies, gap
 
-SAVED_AT_ONCE = 8  # runs; each has a tensor or two of its own in memory
+Watch = Callable[[int, dict[str, Any] | None], None]  # called with the round, and its metrics if it was evaluated
+MAX_SAVES = 8  # runs saved at a time; each has a tensor or two of its own in memory
 
 
 class Experiment(NamedTuple):
-    """A config with everything decided, its data and what simulates it."""
+    """A config without any `auto`, its data and its simulation setup."""
 
     config: Config
     federation: Federation | OnDemand
@@ -56,21 +60,21 @@ class Outcome(NamedTuple):
 
 
 def load_data(data: Data) -> Source | None:
-    """The samples that a config's runs share; None where each makes its own."""
-    return None if data.dataset == "synthetic" else load_source(with_whole_paths(resolve(data)))
+    """Load the samples that a config's runs share; None if each run makes its own."""
+    return None if data.dataset == "synthetic" else load_source(with_absolute_paths(resolve_auto(data)))
 
 
-def build(config: Config, source: Source | None = None, beside: Sequence[Experiment] = ()) -> Experiment:
-    """Load the data (unless given), make the model and decide every `auto`; nothing is written.
+def build(config: Config, source: Source | None = None, group: Sequence[Experiment] = ()) -> Experiment:
+    """Load the data (unless given), make the model and replace every `auto` by a value; nothing is written.
 
-    `beside` are experiments with the same model: all can then be run together. Those with the same data settings and
+    `group` are experiments with the same model: all can then be run together. Those with the same data settings and
     seed share the split and all samples.
     """
-    config = replace(config, data=with_whole_paths(resolve(config.data)))
-    drawn = config.data, config.run.seed
-    alike = next((e for e in reversed(beside) if (e.config.data, e.config.run.seed) == drawn), None)
-    neighbour = alike or (beside[0] if beside else None)
-    federation = alike.federation if alike else load_federation(config.data, config.run.seed, source)
+    config = replace(config, data=with_absolute_paths(resolve_auto(config.data)))
+    split = config.data, config.run.seed
+    same_split = next((e for e in reversed(group) if (e.config.data, e.config.run.seed) == split), None)
+    neighbour = same_split or (group[0] if group else None)
+    federation = same_split.federation if same_split else load_federation(config.data, config.run.seed, source)
     eta = choose_eta(config.algorithm.eta, config.data.dataset, config.work.unit)
     config = replace(config, algorithm=replace(config.algorithm, eta=eta))
     torch.manual_seed(int(stream(config.run.seed, "init").integers(2**63)))
@@ -79,32 +83,30 @@ def build(config: Config, source: Source | None = None, beside: Sequence[Experim
     model = make_model(name, config.model.hidden, federation.shape, federation.classes)
     other = neighbour.setup if neighbour else None
     setup = prepare(federation, model, config.algorithm, config.work, config.run, beside=other)
-    setup = _as_beside(setup, other, config.run) if other else fastest(setup, config.run)
+    setup = _layout_of(other, setup, config.run) if other else fastest(setup, config.run)
     if config.run.gaps and setup.method.traits.alone:
-        raise InputError(f"run.gaps = true: {config.algorithm.name} has no server whose gap to measure; give false")
+        raise InputError(f"run.gaps = true: {config.algorithm.name} has no server, and so no gap; give false")
     if config.run.gaps and not applies(setup.method):
-        raise InputError(f"run.gaps = true: the theory does not speak of {config.algorithm.name}; give false")
+        raise InputError(f"run.gaps = true: the theory does not cover {config.algorithm.name}; give false")
     if config.run.gaps and setup.supply is not None:
-        raise InputError("run.gaps = true: gaps need the samples of all devices at a time; give false for these")
+        raise InputError("run.gaps = true: gaps need the samples of all devices at once; give false")
     algorithm = setup.algorithm.decided(config.algorithm, setup.kept_method, eta)
-    where = (
-        setup.device_data.where.type if world()[1] > 1 else str(setup.device_data.where)
-    )  # ranks choose their own GPUs
+    where = setup.device_data.where
     run = replace(
         config.run,
         executor=setup.executor,
         slots=setup.slots,
         processes=setup.processes,
         store=setup.store,
-        device=where,
+        device=where.type if world()[1] > 1 else str(where),  # ranks choose their own GPUs
         evaluate_devices=choose_tested_count(config.run.evaluate_devices, federation),
     )
     work = replace(config.work, active=setup.work.active)
     return Experiment(replace(config, algorithm=algorithm, run=run, work=work), federation, setup)
 
 
-def _as_beside(setup: Setup, other: Setup, run: Run) -> Setup:
-    """What another run has found fastest, where it is left to us."""
+def _layout_of(other: Setup, setup: Setup, run: Run) -> Setup:
+    """Return the setup with the layout that was fastest for another run, where settings are `auto`."""
     return laid_out(
         setup,
         Layout(
@@ -115,8 +117,58 @@ def _as_beside(setup: Setup, other: Setup, run: Run) -> Setup:
     )
 
 
-class Member(NamedTuple):
-    """One of the runs that go together."""
+class MetricsWriter:
+    """Writes the metrics of a group of runs; one round late on a GPU, so that it computes meanwhile."""
+
+    def __init__(self, folders: Sequence[Path], watches: Sequence[Watch], gaps: bool) -> None:
+        self.latest: list[Evaluation] | None = None
+        self._folders, self._watches, self._gaps = folders, watches, gaps
+        self._began = time.monotonic()
+        self._spent = [(run_folders.read_metrics(folder) or [{}])[-1].get("seconds", 0.0) for folder in folders]
+        self._pending: tuple[Sequence[State], Pending | None] | None = None
+        self._examine = examiner()
+
+    def record(self, states: Sequence[State], *, evaluated: bool) -> None:
+        """Start to compute a round's metrics, and write those of the round before."""
+        pending = self._examine(states) if evaluated else None
+        self.flush()
+        self._pending = states, pending
+        if self._gaps or not states[0].targets.is_cuda:  # gaps are computed from the state, which will change
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the metrics of the last recorded round."""
+        if self._pending is None:
+            return
+        (states, pending), self._pending = self._pending, None
+        self.latest = pending.read() if pending else self.latest
+        for i, state in enumerate(states):
+            metrics = None
+            if pending and self.latest:
+                _check_finite(self.latest[i], state.round, i)
+                metrics = self._metrics(state, self.latest[i], self._spent[i])
+                run_folders.append_metrics(self._folders[i], metrics)
+            self._watches[i](state.round, metrics)
+
+    def _metrics(self, state: State, evaluation: Evaluation, spent: float) -> dict[str, Any]:
+        gaps = gap(state)._asdict() if self._gaps else None
+        seconds = spent + (time.monotonic() - self._began) / len(self._folders)  # its share of the group's time
+        return evaluation.metrics(state) | {"gaps": gaps, "seconds": seconds}
+
+
+def _check_finite(evaluation: Evaluation, round: int, run: int) -> None:
+    """Raise RunError if a loss is not finite: weights can be finite and too large for any prediction."""
+    bad = [name for name, value in evaluation.losses.items() if value is not None and not isfinite(value)]
+    if bad:
+        error = RunError(
+            f"the loss {bad[0]} is no longer a finite number after round {round}; use a smaller algorithm.eta"
+        )
+        error.run = run
+        raise error
+
+
+class GroupMember(NamedTuple):
+    """One run of a group."""
 
     experiment: Experiment
     folder: Path
@@ -124,116 +176,116 @@ class Member(NamedTuple):
 
 
 def start(experiment: Experiment, folder: Path, watch: Watch) -> Outcome:
-    """Run from round 0 into a new folder."""
-    return start_together([Member(experiment, folder, watch)])[0]
+    """Run an experiment from round 0 into a new folder."""
+    return start_together([GroupMember(experiment, folder, watch)])[0]
 
 
-def start_together(members: Sequence[Member]) -> list[Outcome]:
-    """Run experiments with the same rounds side by side, each into a new folder."""
-    members = _laid_out(members)
-    company = [member.folder.name for member in members]
+def start_together(members: Sequence[GroupMember]) -> list[Outcome]:
+    """Run a group of experiments with the same rounds side by side, each into a new folder."""
+    members = _with_slots(members)
+    group = [member.folder.name for member in members]
     for member in members:
-        manifest = make_manifest(member.experiment.setup, member.experiment.federation, company)
-        files.create(member.folder, member.experiment.config, manifest)
-        write_holdings(member.folder, member.experiment.federation)
-    with _all_locked(members), _named(members):
-        begin(members[0].folder, _known(members), [])
+        manifest = make_manifest(member.experiment.setup, member.experiment.federation, group)
+        run_folders.create(member.folder, member.experiment.config, manifest)
+        write_split_summary(member.folder, member.experiment.federation)
+    with _all_locked(members), _errors_name_run(members):
+        broadcast_runs(members[0].folder, _configs(members), [])
         return _run(members, None)
 
 
-def _laid_out(members: Sequence[Member]) -> list[Member]:
-    """The members with the number of slots decided that fit side by side; a resumed run then finds it in its config."""
+def _with_slots(members: Sequence[GroupMember]) -> list[GroupMember]:
+    """Set the number of slots that fit in memory; it is written to the config, so that resumed runs use the same."""
     chosen = members[0].experiment.config.run.slots
     slots = chosen or slots_that_fit([member.experiment.setup for member in members])
-    laid_out = []
+    found = []
     for member in members:
         config, federation, setup = member.experiment
         config = replace(config, run=replace(config.run, slots=slots))
         setup = setup._replace(slots=slots, store_folder=member.folder)
-        laid_out.append(member._replace(experiment=Experiment(config, federation, setup)))
-    return laid_out
+        found.append(member._replace(experiment=Experiment(config, federation, setup)))
+    return found
 
 
 def resume(folder: Path, watch: Watch) -> Outcome:
-    """Go on from the last checkpoint; ends as the uninterrupted run would have, bit for bit."""
-    if files.is_finished(folder) and not checkpoints(folder):
-        raise InputError(f"{folder}: is finished, and has kept its metrics alone; there is nothing to go on with")
-    company = files.company_of(folder)
-    if len(company) > 1:
+    """Resume a run from its last checkpoint; its results are bit for bit those of an uninterrupted run."""
+    if run_folders.is_finished(folder) and not checkpoints(folder):
+        raise InputError(f"{folder}: is finished, and has kept its metrics only; there is nothing to resume")
+    group = run_folders.group_of(folder)
+    if len(group) > 1:
         raise InputError(
-            f"{folder}: runs side by side with {len(company) - 1} others; go on with all of them: "
-            f"{files.command_for_all(folder)}"
+            f"{folder}: runs side by side with {len(group) - 1} others; resume all of them: "
+            f"{run_folders.command_for_all(folder)}"
         )
     return resume_together([folder], [watch])[0]
 
 
 def resume_together(folders: Sequence[Path], watches: Sequence[Watch], source: Source | None = None) -> list[Outcome]:
-    """Go on with runs that went together, from the last round of which all have a checkpoint."""
-    members: list[Member] = []
+    """Resume a group of runs from the last round of which all have a checkpoint."""
+    members: list[GroupMember] = []
     for folder, watch in zip(folders, watches, strict=True):
-        config, manifest = files.read_run_config(folder), files.read_manifest(folder)
-        files.check_ranks(folder, manifest, world()[1])
+        config, manifest = run_folders.read_run_config(folder), run_folders.read_manifest(folder)
+        run_folders.check_ranks(folder, manifest, world()[1])
         torch.set_num_threads(manifest["layout"]["threads"])
         experiment = build(config, source, [member.experiment for member in members])
         if experiment.federation.digest != manifest["split_sha256"]:
-            raise InputError(f"{folder}: the data has changed since the run began; put the old data back")
+            raise InputError(f"{folder}: the data has changed since the run began; restore the old data")
         experiment = experiment._replace(setup=experiment.setup._replace(store_folder=folder))
-        members.append(Member(experiment, folder, watch))
-    with _all_locked(members), _named(members):
+        members.append(GroupMember(experiment, folder, watch))
+    with _all_locked(members), _errors_name_run(members):
         for member in members:
-            manifest = files.read_manifest(member.folder)
+            manifest = run_folders.read_manifest(member.folder)
             again = {"at": now(), **environment(member.experiment.setup.device_data.where)}
-            files.write_manifest(member.folder, manifest | {"resumed": [*manifest.get("resumed", []), again]})
+            run_folders.write_manifest(member.folder, manifest | {"resumed": [*manifest.get("resumed", []), again]})
         found = [{path.name: path for path in checkpoints(member.folder)} for member in members]
         common = sorted(set.intersection(*(set(paths) for paths in found)))
         states, newest = None, [paths[common[-1]] for paths in found] if common else []
         if common:
             states = [load_checkpoint(p, member.experiment.setup) for p, member in zip(newest, members, strict=True)]
         for member, path in zip(members, newest, strict=False):  # there may be no checkpoint yet
-            files.check_metrics(member.folder, numbers_of(path))
+            run_folders.check_metrics(member.folder, numbers_of(path))
         for member in members:
-            files.keep_metrics_until(member.folder, states[0].round if states else -1)
-        begin(members[0].folder, _known(members), newest)
+            run_folders.keep_metrics_until(member.folder, states[0].round if states else -1)
+        broadcast_runs(members[0].folder, _configs(members), newest)
         return _run(members, states)
 
 
-def _known(members: Sequence[Member]) -> list[tuple[Config, str]]:
-    """What other ranks must know of the members."""
+def _configs(members: Sequence[GroupMember]) -> list[tuple[Config, str]]:
+    """Return the configs of the members and the digests of their data, for other ranks."""
     return [(member.experiment.config, member.experiment.federation.digest) for member in members]
 
 
 @contextmanager
-def _all_locked(members: Sequence[Member]) -> Iterator[None]:
+def _all_locked(members: Sequence[GroupMember]) -> Iterator[None]:
     with ExitStack() as stack:
         for member in members:
-            stack.enter_context(files.locked(member.folder))
+            stack.enter_context(locked(member.folder))
         yield
 
 
-def _run(members: Sequence[Member], from_states: Sequence[State] | None) -> list[Outcome]:
-    """Simulate, evaluate and write, until the end or until asked to stop. All members have the same rounds."""
+def _run(members: Sequence[GroupMember], from_states: Sequence[State] | None) -> list[Outcome]:
+    """Simulate, evaluate and write, until the end or a stop request. All members have the same rounds."""
     setups, config = [member.experiment.setup for member in members], members[0].experiment.config
-    diary = MetricsWriter([member.folder for member in members], [member.watch for member in members], config.run.gaps)
+    writer = MetricsWriter([member.folder for member in members], [member.watch for member in members], config.run.gaps)
     states, saved = from_states, time.monotonic()
     with _stop_requests() as stop_requested:
         for states in simulate_together(setups, from_states):
             round = states[0].round
             last = round == setups[0].total_rounds
-            diary.note(states, evaluated=round % config.run.evaluate_every == 0 or last)
+            writer.record(states, evaluated=round % config.run.evaluate_every == 0 or last)
             stopping = stop_requested()
             if last or stopping or time.monotonic() - saved >= config.run.checkpoint_seconds:
-                diary.flush()
+                writer.flush()
                 raise_if_not_finite(states)
                 if not last or config.run.keep == "models":
-                    _for_each(members, states, lambda member, state: save_checkpoint(member.folder, state))
+                    _save_each(members, states, lambda member, state: save_checkpoint(member.folder, state))
                 saved = time.monotonic()
-            go_on(not stopping or last)
+            broadcast_continue(not stopping or last)
             if stopping and not last:
                 return [Outcome(member.folder, round, finished=False) for member in members]
     assert states is not None
-    evaluations = diary.latest or [evaluate(state) for state in states]
+    evaluations = writer.latest or [evaluate(state) for state in states]
     if config.run.keep == "models":
-        _for_each(members, states, lambda m, state: save_models(m.folder, state, m.experiment.federation.scaling))
+        _save_each(members, states, lambda m, state: save_models(m.folder, state, m.experiment.federation.scaling))
     for member, state, evaluation in zip(members, states, evaluations, strict=True):
         write_tables(member.folder, state, evaluation, member.experiment.federation.class_names)
         if config.run.keep == "metrics":
@@ -241,16 +293,18 @@ def _run(members: Sequence[Member], from_states: Sequence[State] | None) -> list
     return [Outcome(member.folder, state.round, finished=True) for member, state in zip(members, states, strict=True)]
 
 
-def _for_each(members: Sequence[Member], states: Sequence[State], save: Callable[[Member, State], None]) -> None:
-    """Save something of every run, some at a time: one's checksum is computed while another waits for the disk."""
-    with ThreadPoolExecutor(SAVED_AT_ONCE) as pool:
+def _save_each(
+    members: Sequence[GroupMember], states: Sequence[State], save: Callable[[GroupMember, State], None]
+) -> None:
+    """Call `save` for every run, some in parallel: one computes its checksum while another waits for the disk."""
+    with ThreadPoolExecutor(MAX_SAVES) as pool:
         for _ in pool.map(save, members, states):
             pass
 
 
 @contextmanager
-def _named(members: Sequence[Member]) -> Iterator[None]:
-    """What goes wrong in one of many runs is said of that run."""
+def _errors_name_run(members: Sequence[GroupMember]) -> Iterator[None]:
+    """Add the folder of the failed run to errors of a group."""
     try:
         yield
     except RunError as error:
@@ -261,8 +315,8 @@ def _named(members: Sequence[Member]) -> Iterator[None]:
         raise named from error
 
 
-def with_whole_paths(data: Data) -> Data:
-    """The settings with paths that mean the same from any folder, and the folder that the environment names."""
+def with_absolute_paths(data: Data) -> Data:
+    """Return the settings with absolute paths, and with the data folder that the environment gives."""
     folders = [] if data.file or data.dataset in ("digits", "synthetic") else data_folders(data.dir)
     return replace(
         data,
@@ -274,19 +328,48 @@ def with_whole_paths(data: Data) -> Data:
 
 @contextmanager
 def _stop_requests() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM ask for a stop after the round; a second Ctrl-C stops at once."""
-    asked = False
+    """Make Ctrl-C and SIGTERM stop the run after the round; a second Ctrl-C stops at once.
 
-    def ask(number: int, _: FrameType | None) -> None:
-        nonlocal asked
-        if asked and number == signal.SIGINT:
+    Yields a function that returns whether a stop was requested.
+    """
+    requested = False
+
+    def request(number: int, _: FrameType | None) -> None:
+        nonlocal requested
+        if requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        asked = True
+        requested = True
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: asked
+        yield lambda: requested
     finally:
-        if world()[1] == 1:  # torchrun asks all others to stop when one rank is gone: say what happened before ending
+        if world()[1] == 1:  # torchrun sends SIGTERM to all others when one rank is gone: print the error before ending
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def alone_config(config: Config) -> Config:
+    """Return the settings of a run whose devices train alone, as in a comparison with this run."""
+    own = optional(find_algorithm(config.algorithm.name)[0], "alone")
+    alone = own(config.algorithm) if own else with_settings(config, {"algorithm.name": "local"}).algorithm
+    run = replace(
+        config.run, gaps=False, keep="metrics", executor=AUTO, slots=0, processes=AUTO, store=AUTO, device=AUTO
+    )
+    return replace(config, algorithm=alone, run=run, work=replace(config.work, two_phase=False, personal_rounds=0))
+
+
+def train_alone(folder: Path, watch: Watch) -> Path | None:
+    """Train a run's devices alone into <folder>/alone, or resume that; None if a stop was requested.
+
+    It is the baseline that shows what devices gain from each other.
+    """
+    inside, config = folder / run_folders.ALONE, run_folders.read_run_config(folder)
+    if run_folders.is_finished(inside):
+        return inside
+    if (inside / "config.toml").is_file():
+        return inside if resume(inside, watch).finished else None
+    experiment = build(alone_config(config))
+    if experiment.federation.digest != run_folders.read_manifest(folder)["split_sha256"]:
+        raise InputError(f"{folder}: the data has changed since the run began; restore the old data")
+    return inside if start(experiment, inside, watch).finished else None

@@ -1,4 +1,4 @@
-"""Running what a plan still lacks: runs that can go together go side by side."""
+"""Running the unfinished runs of a plan, in groups of runs side by side."""
 
 import gc
 import shutil
@@ -14,12 +14,12 @@ import torch
 from fedcpsl.config import Config, with_settings
 from fedcpsl.data.federation import Source
 from fedcpsl.errors import RunError
-from fedcpsl.runs import folder as files
+from fedcpsl.runs import folder as run_folders
 from fedcpsl.runs.comparison import Case, Plan, run_folder, same_data
-from fedcpsl.runs.experiment import Member, Outcome, build, load_data, resume_together, start_together
-from fedcpsl.runs.metrics_writer import Watch
+from fedcpsl.runs.experiment import GroupMember, Outcome, Watch, build, load_data, resume_together, start_together
 from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.tuning import runs_that_fit
+from fedcpsl.storage import locked
 
 
 class Planned(NamedTuple):
@@ -31,80 +31,80 @@ class Planned(NamedTuple):
     config: Config
 
 
-Announce = Callable[[Sequence[Planned], int], Sequence[Watch]]  # runs that go together, and how many were done before
+Announce = Callable[[Sequence[Planned], int], Sequence[Watch]]  # a group of runs, and the number of runs done before
 
 
 def run_all(folder: Path, plan: Plan, announce: Announce) -> bool:
-    """Run, or go on with, everything that is not finished yet; False where a run was asked to stop.
+    """Start or resume all unfinished runs; False if a stop was requested.
 
-    A run that fails is marked so and left; the others of its company begin anew without it.
+    A run that fails is marked as failed; the other runs of its group are restarted without it.
     """
-    with files.locked(folder):
+    with locked(folder):
         planned = [_planned(folder, plan, case, seed) for seed in plan.seeds for case in plan.cases]
         source: Source | None = None
-        for begun in begun_together(_left(planned)):
-            shared = all(same_data(run.case) for run in begun)
+        for group in started_groups(_unfinished(planned)):
+            shared = all(same_data(run.case) for run in group)
             source = source or (load_data(plan.base.data) if shared else None)
-            watches, given = announce(begun, len(planned) - len(_left(planned))), source if shared else None
-            if not _came_to_an_end(begun, partial(resume_together, [run.folder for run in begun], watches, given)):
+            watches, given = announce(group, len(planned) - len(_unfinished(planned))), source if shared else None
+            if not _run_to_end(group, partial(resume_together, [run.folder for run in group], watches, given)):
                 return False
-        most = sys.maxsize
-        while waiting := _left(planned):
+        maximum = sys.maxsize
+        while waiting := _unfinished(planned):
             if source is None and same_data(waiting[0].case):
                 source = load_data(plan.base.data)
             done = len(planned) - len(waiting)
             try:
-                if not _run_company(waiting, most, source, announce, done):
+                if not _run_group(waiting, maximum, source, announce, done):
                     return False
             except TooManyError as error:
-                most = error.runs // 2
+                maximum = error.runs // 2
                 reason = f"{error.runs} runs side by side do not fit into the GPU's memory"
-                print(f"fedcpsl: {reason}; they begin anew, {most} at a time", file=sys.stderr)
+                print(f"fedcpsl: {reason}; they restart, {maximum} at a time", file=sys.stderr)
             gc.collect()
             torch.cuda.empty_cache()
     return True
 
 
 class TooManyError(Exception):
-    """So many runs did not fit into memory side by side."""
+    """A group of runs did not fit into memory."""
 
     def __init__(self, runs: int) -> None:
         self.runs = runs
 
 
-def _run_company(waiting: Sequence[Planned], most: int, source: Source | None, announce: Announce, done: int) -> bool:
-    """Run the first that waits and what can go beside it; False where they were asked to stop before the end."""
+def _run_group(waiting: Sequence[Planned], maximum: int, source: Source | None, announce: Announce, done: int) -> bool:
+    """Run the first waiting run and those that can run beside it; False if a stop was requested before the end."""
     first = waiting[0]
-    company, experiments = [first], [build(first.config, source if same_data(first.case) else None)]
-    most = min(most, runs_that_fit(experiments[0].setup), first.config.run.together or most)
-    for run in [run for run in waiting[1:] if _program(run) == _program(first)][: most - 1]:
-        company.append(run)
+    group, experiments = [first], [build(first.config, source if same_data(first.case) else None)]
+    maximum = min(maximum, runs_that_fit(experiments[0].setup), first.config.run.together or maximum)
+    for run in [run for run in waiting[1:] if _program(run) == _program(first)][: maximum - 1]:
+        group.append(run)
         experiments.append(build(run.config, source if same_data(run.case) else None, experiments))
-    runs = zip(experiments, company, announce(company, done), strict=True)
-    members = [Member(experiment, run.folder, watch) for experiment, run, watch in runs]
+    runs = zip(experiments, group, announce(group, done), strict=True)
+    members = [GroupMember(experiment, run.folder, watch) for experiment, run, watch in runs]
     try:
-        return _came_to_an_end(company, partial(start_together, members))
+        return _run_to_end(group, partial(start_together, members))
     except torch.OutOfMemoryError:
-        if len(company) == 1 or world()[1] > 1:
+        if len(group) == 1 or world()[1] > 1:
             raise
-    for run in _left(company):
+    for run in _unfinished(group):
         shutil.rmtree(run.folder, ignore_errors=True)
-    raise TooManyError(len(company))
+    raise TooManyError(len(group))
 
 
-def _left(planned: Sequence[Planned]) -> list[Planned]:
-    return [run for run in planned if not (files.is_finished(run.folder) or files.failure(run.folder))]
+def _unfinished(planned: Sequence[Planned]) -> list[Planned]:
+    return [run for run in planned if not (run_folders.is_finished(run.folder) or run_folders.failure(run.folder))]
 
 
-def _came_to_an_end(company: Sequence[Planned], begin: Callable[[], Sequence[Outcome]]) -> bool:
-    """Run a company; False where it was asked to stop before the end."""
+def _run_to_end(group: Sequence[Planned], run: Callable[[], Sequence[Outcome]]) -> bool:
+    """Run a group; False if a stop was requested before the end."""
     try:
-        return all(outcome.finished for outcome in begin())
+        return all(outcome.finished for outcome in run())
     except RunError as error:
         if error.run is None or world()[1] > 1:
             raise
-        files.mark_failed(company[error.run].folder, str(error.__cause__ or error))
-        for other in (run for i, run in enumerate(company) if i != error.run):
+        run_folders.mark_failed(group[error.run].folder, str(error.__cause__ or error))
+        for other in (each for i, each in enumerate(group) if i != error.run):
             shutil.rmtree(other.folder)
         return True
 
@@ -115,24 +115,24 @@ def _planned(folder: Path, plan: Plan, case: Case, seed: int) -> Planned:
 
 
 def _program(run: Planned) -> Any:
-    """Equal for runs that can go together: the same model, kind of data, rounds and way to compute."""
+    """Return a key that is equal for runs of one group: the same model, kind of data, rounds and run settings."""
     config = run.config
     reads = asdict(config.data) if not same_data(run.case) else None
     rounds = config.work.rounds + config.work.personal_rounds
     return asdict(config.model), reads, rounds, asdict(replace(config.run, seed=0))
 
 
-def begun_together(left: Sequence[Planned]) -> list[list[Planned]]:
-    """The companies of unfinished runs that were begun; what was killed before it began is cleared away."""
-    companies: dict[tuple[str, ...], list[Planned]] = {}
-    for run in left:
+def started_groups(unfinished: Sequence[Planned]) -> list[list[Planned]]:
+    """Return the groups of unfinished runs that were started; folders of runs killed before that are removed."""
+    groups: dict[tuple[str, ...], list[Planned]] = {}
+    for run in unfinished:
         if run.folder.exists() and not (run.folder / "config.toml").exists():
             shutil.rmtree(run.folder)
         elif run.folder.exists():
-            companies.setdefault(tuple(files.company_of(run.folder)), []).append(run)
-    for names, runs in list(companies.items()):
+            groups.setdefault(tuple(run_folders.group_of(run.folder)), []).append(run)
+    for names, runs in list(groups.items()):
         missing = [name for name in names if not (runs[0].folder.parent / name).exists()]
         if missing and not any((run.folder / "metrics.jsonl").exists() for run in runs):
-            for run in companies.pop(names):  # killed while the company's folders were made
+            for run in groups.pop(names):  # killed while the group's folders were created
                 shutil.rmtree(run.folder)
-    return list(companies.values())
+    return list(groups.values())

@@ -1,4 +1,4 @@
-"""Studies: a TOML file with panels, rows and perhaps a grid, each case run over seeds. Studies share their runs."""
+"""Studies: a TOML file with panels, rows and optionally a grid, each case run over seeds. Studies share runs."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from fedcpsl.config import Config, flat_settings, read_config, to_toml, with_settings
 from fedcpsl.errors import InputError, did_you_mean
-from fedcpsl.runs import folder as files
 from fedcpsl.runs.comparison import Case, Plan
-from fedcpsl.runs.experiment import with_whole_paths
-from fedcpsl.runs.files import write_whole
+from fedcpsl.runs.experiment import with_absolute_paths
+from fedcpsl.runs.folder import make_parent
 from fedcpsl.runs.run_groups import Announce, run_all
+from fedcpsl.storage import write_whole
 
 Settings = dict[str, Any]  # section.key to value
 KEYS = {
@@ -37,27 +37,27 @@ SHOWS = ("curves", "map", "trend", "rate")
 
 
 class Study(NamedTuple):
-    """What a study file says."""
+    """The content of a study file."""
 
     name: str
     title: str
-    shows: str  # curves by round, a map over a grid, a trend over panels, or the rate at which gaps fall
+    shows: str  # curves by round, a map over a grid, a trend over panels, or the rate at which gaps decrease
     bases: dict[str, Config]  # by data set
-    datasets: list[str]  # those run unless one is asked for
-    chosen: dict[str, dict[str, Settings]]  # by data set and algorithm: what a study of its own has chosen
+    datasets: list[str]  # those that are run by default
+    chosen: dict[str, dict[str, Settings]]  # by data set and algorithm: settings that another study selected
     seeds: int
     first_seed: int
     settings: Settings
     panels: dict[str, Settings]
     rows: dict[str, Settings]
-    reference: str  # the row whose lead over the others is shown
+    reference: str  # the row that the others are compared with
     grids: dict[str, dict[str, list[Any]]]  # by row
     reach: dict[str, list[float]]  # by data set: accuracies whose first round is reported
-    published: dict[str, dict[str, dict[str, float]]]  # by data set, panel and row: % in print
+    published: dict[str, dict[str, dict[str, float]]]  # by data set, panel and row: published accuracies in %
 
 
 class Line(NamedTuple):
-    """One case of a study and where it stands in it."""
+    """One case of a study and its place in it."""
 
     panel: str
     row: str
@@ -66,23 +66,23 @@ class Line(NamedTuple):
 
 
 def studies_folder() -> Path:
-    """Where the studies that come with fedcpsl lie: beside the package, or in the repository that it is run from."""
+    """Return the folder of the studies of fedcpsl: in the package, or in the repository that it is run from."""
     inside = Path(__file__).resolve().parents[1] / "experiments"
     return inside if inside.is_dir() else Path(__file__).resolve().parents[3] / "experiments"
 
 
 def known_studies() -> dict[str, Path]:
-    """Studies by name: every file of every folder; what they begin from lies a folder deeper."""
+    """Return the studies by name: every file of every folder; their base configs are a folder deeper."""
     return {path.stem: path for path in sorted(studies_folder().glob("*/*.toml"))}
 
 
 def paper_studies() -> list[str]:
-    """Those that make up Section V of the paper."""
+    """Return the names of the studies of Section V of the paper."""
     return ["table", "beta", "momentum", "shvr", "apfl", "hlu"]
 
 
 def find_study(name: str) -> Study:
-    """A study by its name or its file."""
+    """Return a study by its name or its file."""
     known = known_studies()
     if name not in known and not name.endswith(".toml"):
         raise InputError(f"{name}: no such study; {did_you_mean(name, known)}, or give a .toml file")
@@ -90,7 +90,7 @@ def find_study(name: str) -> Study:
 
 
 def read_study(path: Path) -> Study:
-    """A study from its file, every setting checked."""
+    """Read a study from its file and check every setting."""
     content, flat = _toml(path), partial(flat_settings, where=str(path))
     for key, value in content.items():
         if key not in KEYS:
@@ -131,7 +131,10 @@ def read_study(path: Path) -> Study:
 
 
 def lines_of(study: Study, dataset: str) -> list[Line]:
-    """Every case of a study on one data set, panel by panel. Row beats panel, and both beat what was chosen."""
+    """Return every case of a study on one data set, panel by panel.
+
+    Settings of a row override those of its panel, and both override the chosen ones.
+    """
     base = _base(study, dataset)
     lines = []
     for panel, row in product(study.panels, study.rows):
@@ -146,14 +149,14 @@ def lines_of(study: Study, dataset: str) -> list[Line]:
 
 
 def with_more(study: Study, settings: Mapping[str, Any]) -> Study:
-    """The study on bases with other settings; its own cases still say what they say."""
+    """Return the study with other settings in its base configs; those of its cases override them."""
     return study._replace(bases={name: with_settings(base, settings) for name, base in study.bases.items()})
 
 
 def plan_of(studies: Sequence[Study], dataset: str, seeds: int | None = None) -> Plan:
-    """One plan for studies with the same base and seeds; what two of them have is run once."""
+    """Make one plan for studies with the same base and seeds; a case of several studies is run once."""
     base = _base(studies[0], dataset)
-    base = replace(base, data=with_whole_paths(base.data))
+    base = replace(base, data=with_absolute_paths(base.data))
     cases = {line.case.name: line.case for study in studies for line in lines_of(study, dataset)}
     for case in cases.values():
         with_settings(base, case.settings)
@@ -162,7 +165,7 @@ def plan_of(studies: Sequence[Study], dataset: str, seeds: int | None = None) ->
 
 
 def together(studies: Sequence[Study], dataset: str) -> list[list[Study]]:
-    """Studies in groups that one plan can hold."""
+    """Group the studies that one plan can contain."""
     groups: list[list[Study]] = []
     for study in studies:
         fits = (g for g in groups if (g[0].seeds, g[0].first_seed) == (study.seeds, study.first_seed))
@@ -175,8 +178,8 @@ def together(studies: Sequence[Study], dataset: str) -> list[list[Study]]:
 
 
 def run_plan(folder: Path, plan: Plan, announce: Announce) -> bool:
-    """Run what is missing of a plan in a folder that studies share; False where it was asked to stop."""
-    files.make_parent(folder / "runs")
+    """Run the unfinished runs of a plan in a folder that studies share; False if a stop was requested."""
+    make_parent(folder / "runs")
     (folder / "runs").mkdir(exist_ok=True)
     if not (folder / "config.toml").exists():
         write_whole(folder / "config.toml", to_toml(plan.base))
@@ -185,15 +188,15 @@ def run_plan(folder: Path, plan: Plan, announce: Announce) -> bool:
 
 
 def check_base(folder: Path, plan: Plan) -> None:
-    """Refuse a folder whose runs began from other settings: their names would not tell."""
+    """Raise InputError if a folder's runs have another base config, which their names do not show."""
     before = with_settings(Config(), read_config(folder / "config.toml"))
-    if _what_counts(before) != _what_counts(plan.base):
-        changed = [k for k, v in _what_counts(plan.base).items() if _what_counts(before)[k] != v]
+    if _relevant_settings(before) != _relevant_settings(plan.base):
+        changed = [k for k, v in _relevant_settings(plan.base).items() if _relevant_settings(before)[k] != v]
         raise InputError(f"{folder}: its runs have another {changed[0]}; give another --out, or the old settings")
 
 
-def _what_counts(config: Config) -> Settings:
-    """The settings that change results, or how they were computed in a way worth telling."""
+def _relevant_settings(config: Config) -> Settings:
+    """Return the settings that change results, or notably change how they are computed."""
     ignored = {"data.dir", "run.device", "run.processes", "run.slots", "run.together", "run.checkpoint_seconds"}
     flat = {f"{section}.{key}": value for section, keys in asdict(config).items() for key, value in keys.items()}
     return {key: value for key, value in flat.items() if key not in ignored}
@@ -206,7 +209,7 @@ def _base(study: Study, dataset: str) -> Config:
 
 
 def _case(base: Config, settings: Settings) -> Case:
-    """Settings that differ from the base, and a name made of them: the same case has the same name in every study."""
+    """Return the settings that differ from the base, with a name made of them that is the same in every study."""
     of = asdict(base)
     differ = {k: v for k, v in settings.items() if of[k.split(".")[0]].get(k.split(".")[1]) != v}
     algorithm = settings.get("algorithm.name", base.algorithm.name)

@@ -1,4 +1,4 @@
-"""A run's metrics to TensorBoard, W&B or MLflow while it goes on. A tracker that fails never stops a run."""
+"""Sends a run's metrics to TensorBoard, W&B or MLflow. A tracker that fails never stops a run."""
 
 import json
 import logging
@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedcpsl.errors import InputError
-from fedcpsl.runs.files import to_json, write_whole
+from fedcpsl.runs.experiment import Watch
 from fedcpsl.runs.folder import is_finished, read_run_config
-from fedcpsl.runs.metrics_writer import Watch
 from fedcpsl.runs.run_groups import Announce, Planned
+from fedcpsl.storage import to_json, write_whole
 
-PROJECT = "fedcpsl"  # of W&B, and the experiment of MLflow, unless the environment names others
-IDS = "tracker.json"  # by which a resumed run finds what it wrote to before
+PROJECT = "fedcpsl"  # of W&B, and the experiment of MLflow, unless the environment gives others
+IDS = "tracker.json"  # by which a resumed run continues its tracker's run
 Values = dict[str, float]
 
 
 class Tracker(NamedTuple):
-    """A run in a tracker: takes a round's values, is told the end, and says where to look."""
+    """A run in a tracker: writes a round's values, closes at the end, and has the place where to look."""
 
     write: Callable[[int, Values], None]
     close: Callable[[bool], None]  # whether the run is finished
@@ -33,7 +33,7 @@ class Tracker(NamedTuple):
 
 
 def require(name: str) -> None:
-    """Refuse a tracker that cannot work before anything is run."""
+    """Raise InputError if a tracker cannot work, before anything is run."""
     if find_spec(name) is None:
         raise InputError(f"--tracker {name}: is not installed; give: pip install 'fedcpsl[{name}]'")
     if name == "wandb" and _wandb_is_locked():
@@ -48,16 +48,16 @@ def _wandb_is_locked() -> bool:
 
 
 class Tracking(NamedTuple):
-    """What has runs tracked."""
+    """Functions that track runs."""
 
-    also: Callable[[Path, Watch], Watch]  # a run's watch that tells the tracker too
-    end: Callable[[], None]  # of the runs until now
+    also: Callable[[Path, Watch], Watch]  # a run's watch that calls the tracker too
+    end: Callable[[], None]  # ends the trackers of all runs until now
     where: list[str]  # where to look, for every run that was tracked
 
 
 @contextmanager
 def tracking(name: str | None) -> Iterator[Tracking]:
-    """Send the metrics of runs to a tracker as well; with no name, to none."""
+    """Send the metrics of runs to a tracker; without a name, to none."""
     tracked: list[_Tracked] = []
     where: list[str] = []
 
@@ -70,7 +70,7 @@ def tracking(name: str | None) -> Iterator[Tracking]:
         def both(round: int, metrics: dict[str, Any] | None) -> None:
             watch(round, metrics)
             if metrics:
-                one.tell(round, metrics)
+                one.write(round, metrics)
 
         return both
 
@@ -85,26 +85,26 @@ def tracking(name: str | None) -> Iterator[Tracking]:
 
 
 def announcing(announce: Announce, tracked: Tracking) -> Announce:
-    """The same for many runs: every run is tracked by itself, and those of earlier companies have ended."""
+    """Track every run of each group; the runs of earlier groups have ended."""
 
-    def announced(company: Sequence[Planned], done: int) -> Sequence[Watch]:
+    def announced(group: Sequence[Planned], done: int) -> Sequence[Watch]:
         tracked.end()
-        watches = announce(company, done)
-        return [tracked.also(run.folder, watch) for run, watch in zip(company, watches, strict=True)]
+        watches = announce(group, done)
+        return [tracked.also(run.folder, watch) for run, watch in zip(group, watches, strict=True)]
 
     return announced
 
 
 class _Tracked:
-    """A run's tracker, opened at its first metrics and given up at its first failure."""
+    """A run's tracker, opened at its first metrics and disabled at its first failure."""
 
     def __init__(self, name: str, folder: Path, where: list[str]) -> None:
         self._name, self._folder, self._where = name, folder, where
         self._tracker: Tracker | None = None
-        self._given_up = False
+        self._disabled = False
 
-    def tell(self, round: int, metrics: Mapping[str, Any]) -> None:
-        if self._given_up:
+    def write(self, round: int, metrics: Mapping[str, Any]) -> None:
+        if self._disabled:
             return
         with self._guarded(f"round {round}"):
             if self._tracker is None:
@@ -113,29 +113,28 @@ class _Tracked:
             self._tracker.write(round, flat_values(metrics))
 
     def end(self) -> None:
-        if self._tracker and not self._given_up:
+        if self._tracker and not self._disabled:
             with self._guarded("the end"):
                 self._tracker.close(is_finished(self._folder))
 
     @contextmanager
     def _guarded(self, when: str) -> Iterator[None]:
-        """Whatever a tracker raises is said once, and the run goes on without it."""
+        """Print a tracker's first error and disable it; the run continues."""
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of libraries that are not ours
+                warnings.simplefilter("ignore")  # of other libraries
                 yield
         except Exception as error:
-            self._given_up = True
+            self._disabled = True
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             print(
-                f"fedcpsl: {self._folder}: {self._name} failed at {when} and gets no more of this run, which goes on: "
-                f"{reason}",
+                f"fedcpsl: {self._folder}: {self._name} failed at {when} and is disabled; the run continues: {reason}",
                 file=sys.stderr,
             )
 
 
 def flat_values(metrics: Mapping[str, Any], before: str = "") -> Values:
-    """Every number of a line of metrics, as personal/mean; what is null is left out."""
+    """Return every number of a line of metrics, as personal/mean; null is left out."""
     found: Values = {}
     for key, value in metrics.items():
         if isinstance(value, Mapping):
@@ -146,7 +145,7 @@ def flat_values(metrics: Mapping[str, Any], before: str = "") -> Values:
 
 
 def flat_config(folder: Path) -> dict[str, Any]:
-    """Every setting of a run, as section.key."""
+    """Return every setting of a run, as section.key."""
     sections = asdict(read_run_config(folder))
     return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
 
@@ -188,7 +187,7 @@ def _open_wandb(folder: Path, round: int) -> Tracker:  # noqa: ARG001
         id=_known_id(folder, "wandb"),
         config=flat_config(folder),
         resume="allow",
-        reinit="create_new",  # several runs may go side by side
+        reinit="create_new",  # several runs may be active
         settings=wandb.Settings(silent=True, console="off"),
     )
     _keep_id(folder, "wandb", run.id)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fedcpsl.data.federation import Federation
 from fedcpsl.data.ondemand import OnDemand
-from fedcpsl.data.roles import TEST, UNLABELLED, VALIDATION
 from fedcpsl.data.scaling import Scaling
+from fedcpsl.data.split import TEST, UNLABELLED, VALIDATION
 from fedcpsl.settings import AUTO
 from fedcpsl.simulation.store import Map, put_rows, shared_memory, shared_zeros
 

@@ -121,7 +121,7 @@ def fastest(setup: Setup, run: settings.Run) -> Setup:
         return setup
     best = quickest(setup, candidates, device_steps_per_second)
     if best.executor == "vectorised" and not best.slots:
-        best = best._replace(slots=setup.work.active)  # as many as were timed, in company too
+        best = best._replace(slots=setup.work.active)  # as many as were timed, also in a group of runs
     return laid_out(setup, best)
 
 

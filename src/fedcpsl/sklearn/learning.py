@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fedcpsl.config import Config
 from fedcpsl.data.federation import array_source, federate
-from fedcpsl.data.roles import Shares
 from fedcpsl.data.scaling import Scaling, fit_scaling
+from fedcpsl.data.split import Shares
 from fedcpsl.engine import Network
 from fedcpsl.errors import InputError
 from fedcpsl.evaluation import own_models

@@ -1,4 +1,4 @@
-"""The quantities that the paper's analysis (Section IV) speaks of: gaps, step-size limits, and what they promise."""
+"""The quantities of the paper's analysis (Section IV): gaps, limits of step sizes, and bounds."""
 
 from fedcpsl.theory.bounds import (
     Constants,

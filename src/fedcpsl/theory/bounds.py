@@ -1,8 +1,8 @@
-"""Theorems 1 and 2 of the paper as numbers: how large the step sizes may be, and what is then promised.
+"""Theorems 1 and 2 of the paper as numbers: the maximum step sizes, and the bounds that hold for them.
 
-Pure functions of constants that only the reader can supply (they are bounds over all of space, not measurements).
-Inside, the paper's symbols: Q is the largest Q~ of all devices and rounds, q the smallest, eta~ = eta eta_g.
-Where a formula here is not the one that is printed, its docstring says so; the paper's "rho" is 1.
+Pure functions of constants that the reader must supply (they are bounds over all of space, not measurements).
+Local variables are the paper's symbols: Q is the maximum Q~ of all devices and rounds, q the minimum, eta~ = eta eta_g.
+The docstring says so if a formula differs from the printed one; the paper's "rho" is 1.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 
 class Constants(NamedTuple):
-    """What Theorem 1 is about; Theorem 2 needs `PersonalConstants` besides."""
+    """The constants of Theorem 1; Theorem 2 also needs `PersonalConstants`."""
 
     L: float  # every f_i is L-smooth in (theta, nu_i) together (Assumption 3)
     N: int  # devices
-    m: int  # active ones in a round, drawn uniformly
+    m: int  # active devices in a round, drawn uniformly
     eta_g: float
     Q_max: float  # the largest Q~ of all devices and rounds
     Q_min: float  # the smallest
@@ -24,19 +24,19 @@ class Constants(NamedTuple):
 
 
 class PersonalConstants(NamedTuple):
-    """What Theorem 2 needs besides."""
+    """The constants that only Theorem 2 needs."""
 
     L_F: float  # every F_i is L_F-smooth (Assumption 3)
     L_tilde: float  # the cost as a function of (h, nu) is L~-smooth, and
     mu: float  # strongly convex in each of the two (Assumption 2)
     L_h: float  # h(theta; .) is L_h-smooth
-    Gamma: float  # no two outputs of h are further apart (Assumption 5); 2 always does
+    Gamma: float  # maximum distance of two outputs of h (Assumption 5); 2 is always valid
     weights: Sequence[float]  # omega_i
     beta: Sequence[float]  # beta_i
 
 
 class Start(NamedTuple):
-    """Where a run begins, and what it cannot get below."""
+    """The start of a run, and a lower bound of its objective."""
 
     objective: float  # f(theta^0, nu^0)
     potential: float  # P^0
@@ -46,12 +46,12 @@ class Start(NamedTuple):
 class PersonalBound(NamedTuple):
     """The right-hand side of Theorem 2 and its terms."""
 
-    start: float  # falls as 1/R
+    start: float  # decreases as 1/R
     a: float  # minibatch noise in theta_lc
     b: float  # minibatch noise in theta
-    c: float  # the same, by way of P
-    d: float  # pseudo-labels that move
-    e: float  # a global model that moves
+    c: float  # the same, through P
+    d: float  # pseudo-labels that change
+    e: float  # a global model that changes
     total: float
 
 
@@ -63,7 +63,7 @@ def eta_v_limit(L: float) -> float:
 def eta_limit(constants: Constants) -> float:
     """eta <= min{m/(48 eta_g N L), 1/(8 L Q), 3 eta_g N/(100 m L Q^2), m/(32 eta_g N L) (1 + 2 N/m)^(-1/2)}.
 
-    The largest local step size of Theorem 1. As m <= N, the third or the fourth is always the least.
+    The largest local step size of Theorem 1. As m <= N, the third or the fourth is always the minimum.
     (Where L < 1/192, Theorem 1 also needs eta eta_g <= 4 m/N; above that it follows from the first.)
     """
     L, N, m, eta_g, Q = constants[:5]
@@ -76,7 +76,7 @@ def eta_limit(constants: Constants) -> float:
 
 
 def potential(constants: Constants, eta: float, objective: float, control_error: float) -> float:
-    """P^r = f(theta^r, nu^r) + 24 (eta eta_g)^2 (N/m)^2 L Xi^r: what falls from round to round in the proofs."""
+    """P^r = f(theta^r, nu^r) + 24 (eta eta_g)^2 (N/m)^2 L Xi^r: it decreases from round to round in the proofs."""
     L, N, m, eta_g = constants[:4]
     return objective + 24 * (eta * eta_g) ** 2 * (N / m) ** 2 * L * control_error
 
@@ -84,7 +84,7 @@ def potential(constants: Constants, eta: float, objective: float, control_error:
 def noise(constants: Constants, eta: float) -> float:
     """12 eta eta_g N L sigma^2/(m S) (259/64 + m/N + 5 eta m L Q^2/(24 eta_g N)): from minibatches, in both theorems.
 
-    It is what P can rise by in a round, over eta eta_g.
+    It is the maximum increase of P in a round, divided by eta eta_g.
     """
     L, N, m, eta_g, Q, _, sigma, S = constants
     factor = 259 / 64 + m / N + 5 * eta * m * L * Q**2 / (24 * eta_g * N)
@@ -101,16 +101,16 @@ def gap_bound(constants: Constants, eta: float, start: Start, rounds: int) -> fl
 
 
 def mixing(L: float, personal: PersonalConstants) -> float:
-    """D_0 = (1/4) sum_i omega_i (1 - beta_i) (4 beta_i L~ L_h Gamma + 5 L): how theta's moves reach the mixtures."""
+    """D_0 = (1/4) sum_i omega_i (1 - beta_i) (4 beta_i L~ L_h Gamma + 5 L): the effect of theta on the mixtures."""
     _, L_tilde, _, L_h, Gamma, weights, beta = personal
     each = zip(weights, beta, strict=True)
     return sum(w * (1 - b) * (4 * b * L_tilde * L_h * Gamma + 5 * L) for w, b in each) / 4
 
 
 def mixing_limit(constants: Constants) -> float:
-    """D_0 <= 11 L/8 + 11 L m/(2 N): what Theorem 2 asks of beta.
+    """D_0 <= 11 L/8 + 11 L m/(2 N): the condition of Theorem 2 on beta.
 
-    The paper prints the second term without L, which its proof (that D_2 >= 0) has lost on the way.
+    The paper prints the second term without L, which its proof (that D_2 >= 0) drops.
     """
     return 11 * constants.L / 8 + 11 * constants.L * constants.m / (2 * constants.N)
 
@@ -146,11 +146,11 @@ def personal_gap_bound(
         (d) 3 L~^2 Gamma^2/(2 eta_c q L) sum_i omega_i beta_i^2
         (e) 3 N Gamma^2/(eta_c q m) sum_i omega_i beta_i (1 - beta_i) (beta_i (L~ - mu) + L~)
 
-    Neither (d) nor (e) falls with R. The proof also uses L_F <= (1 - beta_i) L, which the theorem does not state.
+    Neither (d) nor (e) decreases with R. The proof also uses L_F <= (1 - beta_i) L, which the theorem does not state.
     """
     L, N, m, eta_g, Q, q, sigma, S = constants
     L_F, L_tilde, mu, _, Gamma, weights, beta = personal
-    variance, per_round = sigma**2 / S, N / (eta_c * q * m)  # the second: over what one round moves theta_lc
+    variance, per_round = sigma**2 / S, N / (eta_c * q * m)  # the second: divided by the change of theta_lc in a round
     each = list(zip(weights, beta, strict=True))
     terms = (
         per_round * (3 * (start.objective - start.lowest) + 11 / 2 * (start.potential - start.lowest)) / rounds,

@@ -1,4 +1,4 @@
-"""The constants of the theorems, as far as a run can tell them."""
+"""The constants of the theorems, as far as they can be computed from a run."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from fedcpsl.problem import local_cost, mixture
 from fedcpsl.schedule import draw_steps
 from fedcpsl.simulation import Setup, State
 from fedcpsl.theory.bounds import Constants, Start, potential
-from fedcpsl.theory.gaps import all_samples, analysed, control_error, objectives, rules_of
+from fedcpsl.theory.gaps import all_samples, control_error, objectives, rules_of, with_both_models
 
 
 class LowerEstimate(NamedTuple):
@@ -25,20 +25,20 @@ class LowerEstimate(NamedTuple):
 def lipschitz_lower_estimate(state: State, iterations: int = 50, tolerance: float = 1e-3) -> LowerEstimate:
     """max_i norm(Hessian of f_i in theta): a lower estimate of L, at this state alone; and of L_F by F_i in theta_lc.
 
-    Assumption 3 asks for one L for all devices, at every theta and nu. This looks at one point only, and leaves out
-    the curvature in nu: that of the default regulariser, alpha_r/(m_i nu), has no bound where nu nears 0. So a step
-    size that `eta_limit` allows for this estimate may still be too large. With ReLU it does not see the kinks.
+    Assumption 3 asks for one L for all devices, at every theta and nu. This evaluates one point only, and leaves
+    out the curvature in nu: that of the default regulariser, alpha_r/(m_i nu), is unbounded as nu approaches 0. So a
+    step size that `eta_limit` allows for this estimate may still be too large. With ReLU it misses the kinks.
 
-    Power iteration on Hessian-vector products; it stops once a step adds less than `tolerance` of the estimate.
+    Power iteration on Hessian-vector products; it stops when an iteration adds less than `tolerance` of the estimate.
     """
     norms = [_curvatures(state, device, iterations, tolerance) for device in range(state.setup.devices)]
-    personal = analysed(state).traits.personal
+    personal = with_both_models(state).traits.personal
     return LowerEstimate(max(f for f, _ in norms), max(F for _, F in norms) if personal else None)
 
 
 def _curvatures(state: State, device: int, iterations: int, tolerance: float) -> tuple[float, float]:
-    """The Hessians' norms of f_i in theta and of F_i in theta_lc (0 without), for one device."""
-    method, hyper, samples = analysed(state), state.hyper(device), all_samples(state, device)
+    """Return the norms of the Hessians of f_i in theta and of F_i in theta_lc (0 without), for one device."""
+    method, hyper, samples = with_both_models(state), state.hyper(device), all_samples(state, device)
     theta, theta_lc = state.server.theta, state.device(device).theta_lc
     if not len(samples.x):
         return 0.0, 0.0
@@ -62,9 +62,9 @@ def _curvatures(state: State, device: int, iterations: int, tolerance: float) ->
 def hessian_norm(
     cost: Callable[[Tensor], Tensor], theta: Tensor, iterations: int = 50, tolerance: float = 1e-3
 ) -> float:
-    """norm(H) >= norm(H v) with v = H^k v_0 normalised: the largest curvature, from below, by power iteration.
+    """norm(H) >= norm(H v) with v = H^k v_0 normalised: a lower estimate of the maximum curvature, by power iteration.
 
-    For a symmetric H the estimate never falls from one iteration to the next. v_0 is the same in every call.
+    For a symmetric H the estimate never decreases from one iteration to the next. v_0 is the same in every call.
     """
     with torch.enable_grad():
         theta = theta.detach().requires_grad_()
@@ -80,7 +80,7 @@ def hessian_norm(
 
 
 def constants_of(setup: Setup, L: float, sigma: float = 0.0) -> Constants:
-    """N, m, eta_g, the extreme Q~ and the minibatch size of a run, beside the L and sigma that you give."""
+    """Return N, m, eta_g, the extreme Q~ and the minibatch size of a run, with the L and sigma that you give."""
     device_steps = [_steps(setup, device) for device in range(setup.devices)]
     counts = torch.tensor([steps for steps in device_steps if steps]).T.to(setup.hyper.gamma)  # [2, devices at work]
     gamma = setup.hyper.gamma[[bool(steps) for steps in device_steps]]
@@ -98,7 +98,7 @@ def constants_of(setup: Setup, L: float, sigma: float = 0.0) -> Constants:
 
 
 def _steps(setup: Setup, device: int) -> tuple[int, int] | None:
-    """The fewest and the most local steps of a device in a round; None if it can do none."""
+    """Return the minimum and maximum local steps of a device in a round; None if it has no samples to train on."""
     work, unlabelled = setup.work, setup.method.traits.unlabelled
     extremes = [work, work]
     if work.unit == "hlu":
@@ -109,7 +109,7 @@ def _steps(setup: Setup, device: int) -> tuple[int, int] | None:
 
 def _eta_g(setup: Setup, counts: Tensor, effective: Tensor) -> float:
     if not rules_of(setup.method).parts.normalised:
-        raise InputError("algorithm.normalised = false: the theorems are about normalised aggregation")
+        raise InputError("algorithm.normalised = false: the theorems need normalised aggregation")
     if isinstance(rules_of(setup.method).eta_g, float | int):
         return float(rules_of(setup.method).eta_g)
     steps = counts if rules_of(setup.method).eta_g == "mean_steps" else effective
@@ -122,6 +122,6 @@ def _eta_g(setup: Setup, counts: Tensor, effective: Tensor) -> float:
 
 
 def start_of(state: State, constants: Constants, eta: float, lowest: float = 0.0) -> Start:
-    """f and P of a state, for the right-hand sides of the theorems from there on."""
+    """Return f and P of a state, for the right-hand sides of the theorems."""
     objective = objectives(state).objective
     return Start(objective, potential(constants, eta, objective, control_error(state)), lowest)

@@ -1,4 +1,4 @@
-"""How far a state is from a solution, over all data of all devices: costs, gradient norms and the paper's gaps."""
+"""The distance of a state from a solution, over all data of all devices: costs, gradient norms, the paper's gaps."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -15,13 +15,14 @@ from fedcpsl.simulation import State
 
 
 def applies(method: Method) -> bool:
-    """Whether the paper's analysis speaks of an algorithm: of its own family alone."""
+    """Whether the paper's analysis covers an algorithm: only those of its family."""
     return isinstance(method.rules, Rules)
 
 
 def rules_of(method: Method) -> Rules:
+    """Return the rules of an algorithm of FedCPSL's family; InputError for any other."""
     if not isinstance(method.rules, Rules):
-        raise InputError("the paper's gaps and bounds are those of FedCPSL's family; take an algorithm of it")
+        raise InputError("the paper's gaps and bounds hold for FedCPSL's family only; use an algorithm of it")
     return method.rules
 
 
@@ -64,7 +65,7 @@ def gap(state: State, L: float = 1.0) -> Gap:
     The gap that Theorem 1 bounds: zero where theta is stationary for f = sum_i w_i f_i and no device would change its
     pseudo-labels. nu~ is the virtual update of every device, active or not, as in the appendix (Phi^r); the text of
     Section IV writes nu^{r+1}, which idle devices do not have. It is the run's own update, closed form or gradient.
-    L is the smoothness constant: give yours. It only weighs the two parts, and without one they are weighed with 1.
+    L is the smoothness constant: give yours. It only weights the two parts; the default is 1.
     """
     gradient = torch.zeros_like(state.server.theta)
     change, personal, has_personal = 0.0, 0.0, state.setup.method_after(state.round).traits.personal
@@ -81,15 +82,15 @@ def gap(state: State, L: float = 1.0) -> Gap:
 def personal_gap(state: State) -> float | None:
     """sum_i w_i norm(grad_theta_lc F_i(theta_lc^r, theta^r, nu_i^r))^2: the gap that Theorem 2 bounds.
 
-    None without a personal model. `gap` finds it along the way.
+    None without a personal model. `gap` computes it too.
     """
     return objectives(state).personal_grad_norm_sq
 
 
 def control_error(state: State) -> float:
-    """Xi^r = sum_i w_i norm(grad_theta f_i(theta^r, nu_i^r) - c_i^r)^2: how far the control variates are behind.
+    """Xi^r = sum_i w_i norm(grad_theta f_i(theta^r, nu_i^r) - c_i^r)^2: the error of the control variates.
 
-    Where the algorithm has none, c_i is 0.
+    If the algorithm has none, c_i is 0.
     """
     total, has_controls = 0.0, rules_of(state.setup.method).parts.control_variates
     for device, weight in _weights(state):
@@ -109,7 +110,7 @@ def virtual_labels(state: State, device: int) -> Tensor:
 
 
 def all_samples(state: State, device: int) -> Samples:
-    """Everything that a device trains on, as one batch."""
+    """Return all training samples of a device as one batch."""
     if state.setup.supply is not None:
         raise InputError("samples made on demand: gaps and objectives need those of all devices; hold them in memory")
     device_data, rows = state.setup.device_data, state.setup.device_data.all_rows(device)
@@ -127,14 +128,14 @@ def all_samples(state: State, device: int) -> Samples:
 
 
 def _weights(state: State) -> Iterator[tuple[int, float]]:
-    """The devices that have joined, and their omega_i."""
+    """Yield the devices that have joined, and their omega_i."""
     setup = state.setup
     roster = setup.roster(max(state.round - 1, 0))
     yield from zip(roster.tolist(), omega(setup.sizes, roster, roster).tolist(), strict=True)
 
 
-def analysed(state: State) -> Method:
-    """The method as the analysis sees it: with both models, whichever of them a round trains."""
+def with_both_models(state: State) -> Method:
+    """Return the method with both models, as in the analysis, even if a round trains only one of them."""
     method = state.setup.method_after(state.round)
     rules = rules_of(method)
     traits, parts = method.traits._replace(alone=False), rules.parts._replace(alone=False)
@@ -142,8 +143,8 @@ def analysed(state: State) -> Method:
 
 
 def _full_gradients(state: State, device: int) -> tuple[Tensor, Tensor]:
-    """f_i (and F_i) and their gradients, [1 or 2, parameters], over all that the device trains on."""
-    method, hyper, samples = analysed(state), state.hyper(device), all_samples(state, device)
+    """Return f_i (and F_i) and their gradients, [1 or 2, parameters], over all training samples of the device."""
+    method, hyper, samples = with_both_models(state), state.hyper(device), all_samples(state, device)
     algorithm, network = state.setup.algorithm, method.network
     local = algorithm.begin(method, hyper, algorithm.broadcast(state.server), state.device(device))
     gradients = tuple(map(torch.zeros_like, local.models))

@@ -1,4 +1,4 @@
-"""What this machine has for our work, what is missing, and the command that mends it."""
+"""The environment of a run: versions and hardware in its manifest, and what `fedcpsl doctor` checks on this machine."""
 
 import json
 import os
@@ -6,22 +6,104 @@ import platform
 import re
 import shlex
 import shutil
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 import fedcpsl
-from fedcpsl.data.datasets import NAMED, whereabouts
+from fedcpsl.data.datasets import NAMED, find_dataset
 from fedcpsl.data.download import PUBLISHED, cache_folder
+from fedcpsl.data.federation import Federation
+from fedcpsl.data.ondemand import OnDemand
 from fedcpsl.data.sources import data_folders
 from fedcpsl.errors import InputError
-from fedcpsl.runs.manifest import cpu_name
+from fedcpsl.simulation import Setup
+from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.store import free_bytes
+
+
+def make_manifest(setup: Setup, federation: Federation | OnDemand, group: Sequence[str]) -> dict[str, Any]:
+    """Return everything that a reader needs to trust or repeat the run; `group` are the runs side by side."""
+    return {
+        "fedcpsl": fedcpsl.__version__,
+        "git_commit": git_commit(),
+        "started": now(),
+        "command": ["fedcpsl", *sys.argv[1:]],
+        "seed": setup.seed,
+        "split_sha256": federation.digest,
+        "devices": federation.devices,
+        "classes": federation.classes,
+        "class_names": list(federation.class_names),
+        "input_shape": list(federation.shape),
+        "features": list(federation.features),
+        "parameters": setup.method.network.initial.numel(),
+        "gradients_per_step": setup.method.traits.gradients_per_step,
+        "layout": {
+            "executor": setup.executor,
+            "slots": setup.slots,
+            "processes": setup.processes,
+            "store": setup.store,
+            "ranks": world()[1],
+            "threads": torch.get_num_threads(),
+            "company": list(group),  # the key since version 0.1
+        },
+        **environment(setup.device_data.where),
+    }
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Return the versions and hardware that a result's last bits depend on."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "platform": platform.platform(),
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+    }
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def cpu_name() -> str:
+    """Return the processor's name."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+@cache
+def git_commit() -> str | None:
+    """Return the commit of the fedcpsl checkout in use, or None; with `-dirty` if files differ from it."""
+    here = Path(fedcpsl.__file__).resolve().parent
+    try:
+        described = subprocess.run(
+            ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    tracked = described.returncode == 0 and "site-packages" not in here.parts
+    return described.stdout.strip() if tracked else None
+
 
 EXTRAS = {
     "tables": "CSV and Parquet files, pandas and polars frames",
@@ -38,11 +120,11 @@ PROGRAMS = {
     "nginx": "a proxy before a federation's server",
 }
 COMPILER = "kernels for the GPU"
-OF_EXTRAS = {"flower-superlink": "flower"}
+PROGRAMS_OF_EXTRAS = {"flower-superlink": "flower"}
 
 
 class Part(NamedTuple):
-    """Something that may be installed: what it is for, where or in which version it is there, else what mends it."""
+    """Something that may be installed: its purpose, its path or version, or the command that installs it."""
 
     name: str
     purpose: str
@@ -51,7 +133,7 @@ class Part(NamedTuple):
 
 
 def inspect_machine() -> dict[str, Any]:
-    """Processor, memory, accelerators, disk and versions."""
+    """Return processor, memory, accelerators, disk and versions."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None
@@ -72,7 +154,7 @@ def inspect_machine() -> dict[str, Any]:
 
 
 def accelerators() -> list[dict[str, Any]]:
-    """What PyTorch can compute on beside the processor."""
+    """Return the devices that PyTorch can use besides the processor."""
     found: list[dict[str, Any]] = []
     for number in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(number)
@@ -84,18 +166,18 @@ def accelerators() -> list[dict[str, Any]]:
 
 
 def idle_gpu() -> Part | None:
-    """A GPU that is there and that PyTorch does not use."""
-    seen = shutil.which("nvidia-smi")
-    if not seen or torch.cuda.is_available():
+    """Return a GPU that PyTorch cannot use, with the fix; None if there is none."""
+    tool = shutil.which("nvidia-smi")
+    if not tool or torch.cuda.is_available():
         return None
     if torch.version.cuda is None:
         mend = f"{_pip()} install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"
-        return Part("GPU", "this PyTorch is for processors alone", None, mend)
-    return Part("GPU", f"PyTorch is made for CUDA {torch.version.cuda}, and the driver does not answer", None, seen)
+        return Part("GPU", "this PyTorch is for processors only", None, mend)
+    return Part("GPU", f"PyTorch is built for CUDA {torch.version.cuda}, and the driver does not respond", None, tool)
 
 
 def inspect_extras() -> list[Part]:
-    """The optional dependencies, as the installed package declares them."""
+    """Return the optional dependencies, as the installed package declares them."""
     found = []
     for extra, needs in _declared().items():
         missing = [need for need in needs if not _satisfied(need)]
@@ -105,18 +187,18 @@ def inspect_extras() -> list[Part]:
 
 
 def inspect_programs() -> list[Part]:
-    """Outside programs that some commands start or files mention."""
+    """Return external programs that some commands start or files mention."""
     wanted = PROGRAMS | ({"cc": COMPILER} if torch.cuda.is_available() else {})
-    beside = str(Path(sys.executable).parent)
+    own_folder = str(Path(sys.executable).parent)
     found = []
     for name, purpose in wanted.items():
-        path = shutil.which(name, path=beside) or shutil.which(name)
-        found.append(Part(name, purpose, path, None if path else _way_to(name)))
+        path = shutil.which(name, path=own_folder) or shutil.which(name)
+        found.append(Part(name, purpose, path, None if path else _install_program(name)))
     return found
 
 
 def inspect_datasets(data_dir: str = "") -> list[Part]:
-    """The data sets by name: where each lies, or how it comes here."""
+    """Return the data sets by name: where each is, or how to get it."""
     folders = data_folders(data_dir)
     parts = []
     for name in NAMED:
@@ -125,11 +207,11 @@ def inspect_datasets(data_dir: str = "") -> list[Part]:
             continue
         mend = f"fedcpsl data --dataset {name}"
         size = sum(file.size for file in PUBLISHED.get(name, {}).values())
-        purpose = f"downloaded when first used, {size / 1e6:.0f} MB" if size else "to be put there by hand"
+        purpose = f"downloaded when first used, {size / 1e6:.0f} MB" if size else "to be copied there by hand"
         if name == "har":
             mend = "mkdir -p data/har && cp har_windows.npz data/har/ && export FEDCPSL_DATA=$PWD/data"
         try:
-            where = whereabouts(name, folders)
+            where = find_dataset(name, folders)
         except InputError as error:
             where, purpose = None, str(error)
         parts.append(Part(name, purpose, str(where) if where else None, None if where else mend))
@@ -137,17 +219,17 @@ def inspect_datasets(data_dir: str = "") -> list[Part]:
 
 
 def able(machine: Mapping[str, Any], extras: list[Part]) -> dict[str, str]:
-    """What can be done here, in words."""
-    there = {part.name: part.found is not None for part in extras}
+    """Return what can be done on this machine, as text."""
+    installed = {part.name: part.found is not None for part in extras}
     gpus = [a["device"] for a in machine["accelerators"]]
     cores = machine["usable_cores"]
     processor = f"the processor ({cores} core{'s' * (cores > 1)})"
     return {
         "simulations": f"yes, on {' and '.join([*gpus, processor])}",
         "your own arrays and images": "yes",
-        "your own tables": _yes(there.get("tables", False), "tables"),
-        "federations on real devices": _yes(there.get("federation", False), "federation"),
-        "noised updates with an epsilon": _yes(there.get("privacy", False), "privacy"),
+        "your own tables": _yes(installed.get("tables", False), "tables"),
+        "federations on real devices": _yes(installed.get("federation", False), "federation"),
+        "noised updates with an epsilon": _yes(installed.get("privacy", False), "privacy"),
     }
 
 
@@ -156,7 +238,7 @@ def _yes(ready: bool, extra: str) -> str:
 
 
 def _declared() -> dict[str, list[str]]:
-    """Requirements by extra."""
+    """Return requirements by extra."""
     found: dict[str, list[str]] = {}
     with suppress(metadata.PackageNotFoundError):
         for line in metadata.requires("fedcpsl") or []:
@@ -171,7 +253,7 @@ def _name(requirement: str) -> str:
 
 
 def _satisfied(requirement: str) -> bool:
-    from packaging.requirements import Requirement  # matplotlib brings it
+    from packaging.requirements import Requirement  # a dependency of matplotlib
 
     wanted = Requirement(requirement)
     try:
@@ -181,7 +263,7 @@ def _satisfied(requirement: str) -> bool:
 
 
 def _install(extra: str) -> str:
-    """How fedcpsl was installed, with an extra."""
+    """Return the command that installs an extra, in the way fedcpsl was installed."""
     with suppress(metadata.PackageNotFoundError, ValueError, TypeError):
         text = metadata.distribution("fedcpsl").read_text("direct_url.json")
         origin = json.loads(text or "{}")
@@ -195,9 +277,9 @@ def _pip() -> str:
     return f"{shlex.quote(sys.executable)} -m pip"
 
 
-def _way_to(program: str) -> str:
-    if program in OF_EXTRAS:
-        return _install(OF_EXTRAS[program])
+def _install_program(program: str) -> str:
+    if program in PROGRAMS_OF_EXTRAS:
+        return _install(PROGRAMS_OF_EXTRAS[program])
     if program == "torchrun":
         return f"{_pip()} install --force-reinstall torch"
     package = {"cc": "gcc"}.get(program, program)
@@ -207,14 +289,14 @@ def _way_to(program: str) -> str:
 
 
 def _folders() -> Iterator[Path]:
-    """Where files go: here, and into the cache of data sets."""
+    """Yield the folders that are written to: the current one, and the cache of data sets."""
     yield Path.cwd()
     with suppress(InputError):
         yield cache_folder()
 
 
 def _free_disk(folder: Path) -> int | None:
-    there = next((path for path in (folder, *folder.parents) if path.exists()), None)
+    existing = next((path for path in (folder, *folder.parents) if path.exists()), None)
     with suppress(OSError):
-        return shutil.disk_usage(there or folder).free
+        return shutil.disk_usage(existing or folder).free
     return None
