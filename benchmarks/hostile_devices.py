@@ -26,10 +26,8 @@ import torch
 from fedcpsl import Algorithm, Data, Run, Work, load_federation, mlp, prepare
 from fedcpsl.errors import RunError
 from fedcpsl.federation import Message, Participant, Rules, serve, terms_of
-from fedcpsl.federation.device_store import load_kept
-from fedcpsl.federation.local_data import holdings_of
-from fedcpsl.federation.local_round import log_predictions
-from fedcpsl.federation.loopback import Loopback
+from fedcpsl.federation.device import Loopback, load_kept
+from fedcpsl.federation.local_training import holdings_of, log_predictions
 from fedcpsl.federation.messages import TRAIN
 from fedcpsl.federation.robustness import AGGREGATIONS, BY_COORDINATE, Limits, lower_median
 from fedcpsl.runs.manifest import cpu_name, git_commit

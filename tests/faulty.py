@@ -13,8 +13,8 @@ from safetensors.torch import load, save
 from fedcpsl import config
 from fedcpsl.algorithms import all_algorithms, traits_of
 from fedcpsl.federation import Message, Participant, Rules, respond, terms_of
-from fedcpsl.federation.device_store import load_kept, restarted, settle
-from fedcpsl.federation.local_data import holdings_of
+from fedcpsl.federation.device import load_kept, restarted, settle
+from fedcpsl.federation.local_training import holdings_of
 from fedcpsl.runs import files
 from fedcpsl.simulation import prepare
 

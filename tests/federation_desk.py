@@ -16,9 +16,9 @@ from sklearn.datasets import load_digits
 
 from fedcpsl.data.federation import Federation
 from fedcpsl.data.roles import LABELLED, TEST, UNLABELLED
-from fedcpsl.deployment.addresses import free_port
+from fedcpsl.deployment.endpoints import free_port
 from fedcpsl.deployment.job import read_job, server_terms
-from fedcpsl.federation.device_store import load_kept
+from fedcpsl.federation.device import load_kept
 from fedcpsl.federation.server_store import load_serving
 from fedcpsl.models import make_model
 from fedcpsl.schedule import stream

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fedcpsl.deployment.job import server_terms
-from fedcpsl.federation.device_store import settle
+from fedcpsl.federation.device import settle
 from tests.federation_desk import Desk, furthest
 
 

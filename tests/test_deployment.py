@@ -15,16 +15,14 @@ from hypothesis import strategies as st
 from fedcpsl.algorithms.family import Broadcast
 from fedcpsl.cli import run_command
 from fedcpsl.config import Data
-from fedcpsl.deployment.conditions import Conditions, reason_to_decline
-from fedcpsl.deployment.device_process import UNFIT, DeviceConfig, Handler, predictor
+from fedcpsl.deployment.device_process import UNFIT, Conditions, DeviceConfig, Handler, predictor, reason_to_decline
 from fedcpsl.deployment.job import LARGEST_MODEL, message_bytes, parameters_of, read_job, server_terms
-from fedcpsl.deployment.rounds import pause_after, rounds
+from fedcpsl.deployment.serve import pause_after, rounds
 from fedcpsl.deployment.wire import LARGEST_ABOUT, pack, read_about, unpack
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation import Message, predict
 from fedcpsl.federation.messages import HELLO, REFUSAL, TRAIN, Order, Turn, order_message
-from fedcpsl.federation.privacy import strictest
-from fedcpsl.federation.protection import Protection
+from fedcpsl.federation.privacy import Protection, strictest
 from fedcpsl.federation.server_store import load_serving
 from fedcpsl.federation.terms import digest
 from fedcpsl.flower.local_socket import answer_at, ask

@@ -11,11 +11,9 @@ from fedcpsl import config
 from fedcpsl.algorithms.family import Broadcast
 from fedcpsl.errors import InputError
 from fedcpsl.federation import Lost, Message, digest, predict, respond, serve, terms_of
-from fedcpsl.federation.device import answer
-from fedcpsl.federation.device_store import load_kept, opened
-from fedcpsl.federation.loopback import Loopback
+from fedcpsl.federation.device import Loopback, answer, load_kept, opened
 from fedcpsl.federation.messages import END, HELLO, NEVER, TRAIN, Order, Turn, order_message, read_answer, read_order
-from fedcpsl.federation.protection import Protection, protect
+from fedcpsl.federation.privacy import Protection, protect
 from fedcpsl.federation.robustness import Limits
 from fedcpsl.schedule import stream
 from fedcpsl.simulation import prepare, simulate

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fedcpsl.errors import RunError
 from fedcpsl.federation import respond, serve, terms_of
-from fedcpsl.federation.device_store import load_kept, settle
+from fedcpsl.federation.device import load_kept, settle
 from fedcpsl.federation.messages import TRAIN, Turn, order_message
 from fedcpsl.federation.server_store import load_serving
 

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("cryptography", reason="cryptography is not installed: pip install 'fedcpsl[federation]'")
 
-from fedcpsl.deployment.addresses import ANSWER, DIGEST, ORDER
+from fedcpsl.deployment.endpoints import ANSWER, DIGEST, ORDER
 from fedcpsl.deployment.wire import unpack
 from fedcpsl.federation.messages import COMMON, END, HELLO, TRAIN
 

@@ -15,8 +15,8 @@ from fedcpsl.errors import RunError
 from fedcpsl.federation import Lost, Message, respond, serve, terms_of
 from fedcpsl.federation.messages import TRAIN
 from fedcpsl.flower import client
-from fedcpsl.flower.grid import GridTransport
-from fedcpsl.flower.records import ARRAY, KIND, RECORD, content_of, message_of
+from fedcpsl.flower.client import ARRAY, KIND, RECORD, content_of, message_of
+from fedcpsl.flower.server import GridTransport
 
 from .faulty import NAMES, failing_disk, make, participants, rules
 from .test_federation import assert_same

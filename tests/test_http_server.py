@@ -13,12 +13,10 @@ import torch
 
 pytest.importorskip("cryptography", reason="cryptography is not installed: pip install 'fedcpsl[federation]'")
 
-from fedcpsl.deployment import certificates, http_protocol, keys
-from fedcpsl.deployment.addresses import ANSWER, DIGEST, HEALTH, ORDER, free_port
-from fedcpsl.deployment.http_server import Front, listening
-from fedcpsl.deployment.keyring import KeyRing
-from fedcpsl.deployment.mailbox import GRACE_S, SMALL, Mailbox
-from fedcpsl.deployment.signing import Request, signed_line
+from fedcpsl.deployment import http_server, keys
+from fedcpsl.deployment.endpoints import ANSWER, DIGEST, HEALTH, ORDER, free_port
+from fedcpsl.deployment.http_server import GRACE_S, SMALL, Front, Mailbox, listening
+from fedcpsl.deployment.signing import KeyRing, Request, signed_line
 from fedcpsl.deployment.wire import pack, unpack
 from fedcpsl.federation.messages import HELLO, TRAIN, Lost, Message
 
@@ -30,8 +28,8 @@ class Place:
 
     def __init__(self, folder):
         self.keys, self.said = folder / "keys", []
-        certificates.make_authority(self.keys)
-        certificates.make_server_certificate(self.keys, ["127.0.0.1"])
+        keys.make_authority(self.keys)
+        keys.make_server_certificate(self.keys, ["127.0.0.1"])
         for name in ("ann", "bob"):
             keys.make_device_key(self.keys, name)
         self.ring = KeyRing(self.keys, folder, self.said.append)
@@ -224,7 +222,7 @@ def test_there_is_nothing_else(place):
 
 
 def test_silent_connections_are_closed(place, monkeypatch):
-    monkeypatch.setattr(http_protocol, "FIRST_LINES_S", 0.5)
+    monkeypatch.setattr(http_server, "FIRST_LINES_S", 0.5)
     trusting = ssl.create_default_context(cafile=place.keys / "ca.crt")
     with (
         socket.create_connection(("127.0.0.1", place.port), timeout=10) as plain,

@@ -18,9 +18,8 @@ pytest.importorskip("cryptography", reason="cryptography is not installed: pip i
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedcpsl.deployment import certificates, keys
-from fedcpsl.deployment.keyring import KeyRing
-from fedcpsl.deployment.signing import Request, signed_line, signer_of
+from fedcpsl.deployment import keys
+from fedcpsl.deployment.signing import KeyRing, Request, signed_line, signer_of
 from fedcpsl.errors import InputError, RunError
 from tests.command import fedcpsl
 
@@ -31,8 +30,8 @@ PUBLIC = ["ca.crt", "server.crt", "devices/phone-1.pub"]
 @pytest.fixture
 def folder(tmp_path):
     folder = tmp_path / "keys"
-    certificates.make_authority(folder)
-    certificates.make_server_certificate(folder, ["fl.example.org", "192.0.2.7", "2001:db8::7"])
+    keys.make_authority(folder)
+    keys.make_server_certificate(folder, ["fl.example.org", "192.0.2.7", "2001:db8::7"])
     keys.make_device_key(folder, "phone-1")
     return folder
 
@@ -55,8 +54,8 @@ def test_private_files_are_private_under_any_umask(tmp_path):
 @pytest.mark.parametrize(
     ("make", "files"),
     [
-        (certificates.make_authority, ["ca.key", "ca.crt"]),
-        (lambda folder: certificates.make_server_certificate(folder, ["a"]), ["server.key", "server.crt"]),
+        (keys.make_authority, ["ca.key", "ca.crt"]),
+        (lambda folder: keys.make_server_certificate(folder, ["a"]), ["server.key", "server.crt"]),
         (lambda folder: keys.make_device_key(folder, "phone-1"), ["devices/phone-1", "devices/phone-1.pub"]),
     ],
 )
@@ -112,12 +111,12 @@ def test_a_device_trusts_no_other_name_and_no_other_authority(folder, tmp_path):
     with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
         shake_hands(folder, "evil.example.org", folder / "ca.crt")
     with pytest.raises(ssl.SSLCertVerificationError, match="unable to get local issuer"):
-        shake_hands(folder, "localhost", certificates.make_authority(tmp_path / "other"))
+        shake_hands(folder, "localhost", keys.make_authority(tmp_path / "other"))
 
 
 def test_a_server_certificate_signs_nothing_and_the_authority_serves_nothing(folder):
-    server, authority = (certificates.read_certificate(folder / name) for name in ("server.crt", "ca.crt"))
-    usages = [each.extensions.get_extension_for_class(certificates.x509.KeyUsage).value for each in (server, authority)]
+    server, authority = (keys.read_certificate(folder / name) for name in ("server.crt", "ca.crt"))
+    usages = [each.extensions.get_extension_for_class(keys.x509.KeyUsage).value for each in (server, authority)]
     assert [usage.key_cert_sign for usage in usages] == [False, True]
     assert [usage.digital_signature for usage in usages] == [True, False]
 
@@ -150,19 +149,19 @@ def test_names_that_are_refused(tmp_path, name):
 @pytest.mark.parametrize("host", ["", "a:8000", "https://a", "a b", "*.example.org", "-a", "a..b", "é.org", "a\n"])
 def test_hosts_that_are_refused(host):
     with pytest.raises(InputError, match="without port"):
-        certificates.general_name(host)
+        keys.general_name(host)
 
 
 @pytest.mark.parametrize("days", [0, -1, 40000])
 def test_lifetimes_that_are_refused(tmp_path, days):
     with pytest.raises(InputError, match="days"):
-        certificates.make_authority(tmp_path, days)
+        keys.make_authority(tmp_path, days)
 
 
 def test_a_certificate_does_not_outlive_its_authority(tmp_path):
-    certificates.make_authority(tmp_path, days=10)
-    certificates.make_server_certificate(tmp_path, ["a"], days=100)
-    authority, server = (certificates.read_certificate(tmp_path / name) for name in ("ca.crt", "server.crt"))
+    keys.make_authority(tmp_path, days=10)
+    keys.make_server_certificate(tmp_path, ["a"], days=100)
+    authority, server = (keys.read_certificate(tmp_path / name) for name in ("ca.crt", "server.crt"))
     assert server.not_valid_after_utc == authority.not_valid_after_utc
 
 
@@ -171,11 +170,11 @@ def test_the_authority_key_must_be_there_and_belong(folder, tmp_path):
     (folder / "server.key").unlink()
     (folder / "ca.key").unlink()
     with pytest.raises(InputError, match=r"ca\.key: is not here; bring it back"):
-        certificates.make_server_certificate(folder, ["a"])
-    certificates.make_authority(tmp_path / "other")
+        keys.make_server_certificate(folder, ["a"])
+    keys.make_authority(tmp_path / "other")
     shutil.copy(tmp_path / "other" / "ca.key", folder)
     with pytest.raises(InputError, match="belong together"):
-        certificates.make_server_certificate(folder, ["a"])
+        keys.make_server_certificate(folder, ["a"])
     assert not (folder / "server.key").exists()
 
 
@@ -210,7 +209,7 @@ def test_the_command_makes_what_is_missing(tmp_path):
     assert "a: ca.crt and devices/a" in first.stdout
     assert "nobody: ca.key" in first.stdout
     folder = tmp_path / "k"
-    end = certificates.read_certificate(folder / "server.crt").not_valid_after_utc
+    end = keys.read_certificate(folder / "server.crt").not_valid_after_utc
     assert timedelta(days=89) < end - datetime.now(UTC) < timedelta(days=90)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -341,7 +340,7 @@ def test_the_server_takes_a_renewed_certificate(folder, tmp_path):
     for name in ("server.crt", "server.key"):
         (folder / name).unlink()
     ring.renew_certificate(context)  # it is being renewed
-    certificates.make_server_certificate(folder, ["fl.example.org"])
+    keys.make_server_certificate(folder, ["fl.example.org"])
     new = (folder / "server.key").read_bytes()
     (folder / "server.key").write_bytes(old)
     ring.renew_certificate(context)

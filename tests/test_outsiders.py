@@ -23,7 +23,7 @@ import pytest
 
 pytest.importorskip("cryptography", reason="cryptography is not installed: pip install 'fedcpsl[federation]'")
 
-from fedcpsl.deployment.addresses import free_port
+from fedcpsl.deployment.endpoints import free_port
 
 from .federation_desk import Desk, samples_of
 from .hosts import SERVER, address_of, hosts, inside, missing

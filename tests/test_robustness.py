@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from fedcpsl.algorithms.family import Sum, Upload
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation import Message, respond, serve, terms_of
-from fedcpsl.federation.device_store import load_kept, save_kept, settle
-from fedcpsl.federation.loopback import Loopback
+from fedcpsl.federation.device import Loopback, load_kept, save_kept, settle
 from fedcpsl.federation.messages import HELLO, TRAIN, Answer, Turn, order_message
-from fedcpsl.federation.protection import scaled
+from fedcpsl.federation.privacy import scaled
 from fedcpsl.federation.robustness import (
     Limits,
     check_limits,

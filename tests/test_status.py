@@ -10,15 +10,12 @@ import pytest
 
 pytest.importorskip("cryptography", reason="cryptography is not installed: pip install 'fedcpsl[federation]'")
 
-from fedcpsl.deployment import certificates, keys, signing
-from fedcpsl.deployment.addresses import STATUS as PATH
-from fedcpsl.deployment.addresses import free_port, split_address
-from fedcpsl.deployment.http_server import Front, listening
-from fedcpsl.deployment.keyring import KeyRing
-from fedcpsl.deployment.mailbox import Mailbox
-from fedcpsl.deployment.signing import Request, signer_of
-from fedcpsl.deployment.status import LATE, OPERATOR, shown_part
-from fedcpsl.deployment.status_client import ask_status
+from fedcpsl.deployment import keys, signing
+from fedcpsl.deployment.endpoints import OPERATOR, free_port, split_address
+from fedcpsl.deployment.endpoints import STATUS as PATH
+from fedcpsl.deployment.http_server import Front, Mailbox, listening
+from fedcpsl.deployment.signing import KeyRing, Request, signer_of
+from fedcpsl.deployment.status import LATE, ask_status, shown_part
 from fedcpsl.errors import InputError, RunError
 
 from .command import fedcpsl
@@ -50,8 +47,8 @@ STATUS = {
 def place(tmp_path_factory):
     """A folder with keys and a status, and the port of a server that tells it."""
     folder = tmp_path_factory.mktemp("status")
-    certificates.make_authority(folder / "keys")
-    certificates.make_server_certificate(folder / "keys", ["127.0.0.1"])
+    keys.make_authority(folder / "keys")
+    keys.make_server_certificate(folder / "keys", ["127.0.0.1"])
     keys.make_operator_key(folder / "keys")
     for name in ("ann", "bob"):
         keys.make_device_key(folder / "keys", name)
@@ -170,7 +167,7 @@ def test_a_signature_is_good_for_some_minutes_and_one_federation(place, tmp_path
     for apart in (-400, 400):
         with pytest.raises(RunError, match="clocks of the two machines"):
             signer_of(operator_line(place, now=now + apart), folder, now, Request("GET", PATH))
-    elsewhere = certificates.make_authority(tmp_path)
+    elsewhere = keys.make_authority(tmp_path)
     with pytest.raises(RunError, match="no key is known"):
         signer_of(operator_line(place, ca=elsewhere), folder, now, Request("GET", PATH))
     for other in (Request("POST", PATH), Request("GET", "/v2/order"), Request("GET", PATH, "ab" * 32)):
@@ -180,7 +177,7 @@ def test_a_signature_is_good_for_some_minutes_and_one_federation(place, tmp_path
 
 def test_a_server_that_somebody_else_runs_is_not_believed(place, tmp_path):
     (tmp_path / "operator.key").write_bytes((place[0] / "keys" / "operator.key").read_bytes())
-    certificates.make_authority(tmp_path)
+    keys.make_authority(tmp_path)
     shown = fedcpsl("status", f"127.0.0.1:{place[1]}", "--keys", tmp_path, cwd=tmp_path)
     assert (shown.returncode, shown.stdout, shown.stderr.count("\n")) == (1, "", 1)
     assert "the server's certificate is not from the authority in ca.crt" in shown.stderr
@@ -202,7 +199,7 @@ def test_on_loopback_without_tls(tmp_path):
         (tmp_path / "status.json").write_text(json.dumps(STATUS))
         shown = fedcpsl("status", f"localhost:{port}", "--insecure", "--json", cwd=tmp_path)
         assert json.loads(shown.stdout) == shown_part(STATUS, None)
-        certificates.make_authority(tmp_path)
+        keys.make_authority(tmp_path)
         keys.make_operator_key(tmp_path)
         with pytest.raises(RunError, match="speaks no TLS"):
             ask_status(f"127.0.0.1:{port}", tmp_path / "ca.crt", tmp_path / "operator.key", "operator")

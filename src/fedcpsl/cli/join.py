@@ -84,10 +84,8 @@ def _join(parsed: argparse.Namespace) -> int:
     if not parsed.data.exists():
         raise InputError(f"{parsed.data}: no such file")
     from fedcpsl.config import Data
-    from fedcpsl.deployment.conditions import Conditions
-    from fedcpsl.deployment.device_process import DeviceConfig, Handler
-    from fedcpsl.deployment.join import join
-    from fedcpsl.federation.protection import Protection, check_protection
+    from fedcpsl.deployment.device_process import Conditions, DeviceConfig, Handler, join
+    from fedcpsl.federation.privacy import Protection, check_protection
 
     os.umask(0o077)
     logging.basicConfig(level=logging.INFO, format="fedcpsl: %(message)s")

@@ -109,8 +109,8 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _ask(server: str, keys: Path | None, name: str) -> dict[str, Any]:
-    from fedcpsl.deployment.status import DEVICE, OPERATOR
-    from fedcpsl.deployment.status_client import ask_status
+    from fedcpsl.deployment.endpoints import DEVICE, OPERATOR
+    from fedcpsl.deployment.status import ask_status
 
     if keys is None:
         return ask_status(server, None, None, "")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fedcpsl.deployment.addresses import free_port
+from fedcpsl.deployment.endpoints import free_port
 from fedcpsl.deployment.status import read_status
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.runs.files import make_folder, write_whole
@@ -42,8 +42,7 @@ def prepare_demo(folder: Path, devices: int, rounds: int) -> list[str]:
         raise InputError(f"{folder}: exists already; give another --folder, or remove it")
     from sklearn.datasets import load_digits
 
-    from fedcpsl.deployment.certificates import make_authority, make_server_certificate
-    from fedcpsl.deployment.keys import make_device_key, make_operator_key
+    from fedcpsl.deployment.keys import make_authority, make_device_key, make_operator_key, make_server_certificate
 
     make_folder(folder)
     names = [f"phone-{i}" for i in range(devices)]

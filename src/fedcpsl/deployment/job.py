@@ -18,7 +18,7 @@ from fedcpsl.data.scaling import Scaling
 from fedcpsl.engine import Network, cache_last_call
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.federation.messages import LARGEST_SEED, sent_tensors
-from fedcpsl.federation.protection import Protection, check_protection
+from fedcpsl.federation.privacy import Protection, check_protection
 from fedcpsl.federation.robustness import BY_COORDINATE, Limits, check_limits
 from fedcpsl.federation.server import Rules
 from fedcpsl.federation.terms import Terms, shapes_of, terms_from

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedcpsl.algorithm import optional
 from fedcpsl.errors import InputError
 from fedcpsl.federation.messages import Answer
-from fedcpsl.federation.protection import norm_of
+from fedcpsl.federation.privacy import norm_of
 from fedcpsl.federation.server_store import Member
 from fedcpsl.federation.terms import Terms
 from fedcpsl.trees import Tree, leaves, map_tensors

@@ -13,12 +13,27 @@ from uuid import uuid4
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedcpsl.algorithm import Roster
 from fedcpsl.errors import InputError, RunError
-from fedcpsl.federation.exchange import Replies, ask, make_order
-from fedcpsl.federation.messages import END, HELLO, NEVER, TRAIN, Answer, Order, Transport, Turn
-from fedcpsl.federation.protection import scaled
+from fedcpsl.federation.messages import (
+    END,
+    HELLO,
+    NEVER,
+    REFUSAL,
+    TRAIN,
+    Answer,
+    Lost,
+    Message,
+    Order,
+    Transport,
+    Turn,
+    is_late,
+    order_message,
+    read_answer,
+)
+from fedcpsl.federation.privacy import scaled
 from fedcpsl.federation.robustness import (
     BY_COORDINATE,
     Judgement,
@@ -30,7 +45,7 @@ from fedcpsl.federation.robustness import (
     upload_of,
 )
 from fedcpsl.federation.server_store import Member, Serving, load_serving, restart_control_variates, save_serving
-from fedcpsl.federation.terms import Terms, digest, keeps_sums
+from fedcpsl.federation.terms import Terms, digest, greeting_of, keeps_sums
 from fedcpsl.runs.files import make_folder
 from fedcpsl.runs.folder import locked
 from fedcpsl.schedule import draw_active, draw_steps
@@ -53,6 +68,19 @@ class Rules(NamedTuple):
     budget: float = 0.0  # seconds of work that devices are asked for; 0: no limit
     attempts: int = 10  # at a round to which updates come of which too few can be counted
     limits: Limits = Limits()
+
+
+class Replies(NamedTuple):
+    """What came of a turn's orders."""
+
+    answers: dict[str, Answer]
+    dropouts: dict[str, str]  # why the others count as such
+    failing: set[str]  # those of them whose answer was not what it must be, or who said that they cannot, now or later
+
+    @property
+    def accuracy(self) -> dict[str, float]:
+        """Of those who share it."""
+        return {name: a.accuracy for name, a in self.answers.items() if a.accuracy is not None}
 
 
 def serve(
@@ -92,7 +120,7 @@ def draw_orders(terms: Terms, rules: Rules, state: Serving) -> dict[str, Order]:
     for device in chosen:
         steps = draw_steps(rules.seed, state.round, device, sizes, terms.work, parts.unlabelled)
         if steps:  # who has no samples that the algorithm uses is not asked
-            orders[state.roster[device].name] = _order(terms, rules, state, TRAIN, device, steps)
+            orders[state.roster[device].name] = make_order(terms, rules, state, TRAIN, device, steps)
     return orders
 
 
@@ -151,7 +179,7 @@ def _one_turn(terms: Terms, rules: Rules, state: Serving, transport: Transport) 
     """Ask some of the roster for their updates, and whoever is not in it yet for its sizes."""
     asked = draw_orders(terms, rules, state) if state.begun else {}
     strangers = set(transport.present()) - {member.name for member in state.roster}
-    greetings = {name: _order(terms, rules, state, HELLO) for name in sorted(strangers)}
+    greetings = {name: make_order(terms, rules, state, HELLO) for name in sorted(strangers)}
     replies = ask(terms, asked | greetings, transport, rules.deadline)
     updates = {name: a for name, a in replies.answers.items() if a.kind == TRAIN}
     judged = judge(terms, rules.limits, state.roster, updates)
@@ -259,13 +287,61 @@ def _admit(terms: Terms, rules: Rules, state: Serving, newcomers: Sequence[Membe
 
 def _end(terms: Terms, rules: Rules, state: Serving, transport: Transport) -> Serving:
     """Send everybody the last theta, and what was counted last."""
-    orders = {m.name: _order(terms, rules, state, END, i) for i, m in enumerate(state.roster) if not m.forgotten}
+    orders = {m.name: make_order(terms, rules, state, END, i) for i, m in enumerate(state.roster) if not m.forgotten}
     replies = ask(terms, orders, transport, rules.deadline)
     return state._replace(counted=(), dropouts=replies.dropouts, accuracy=replies.accuracy, events=(), over=True)
 
 
-def _order(terms: Terms, rules: Rules, state: Serving, kind: str, device: int = NEVER, steps: int = 0) -> Order:
-    return make_order(terms, state, kind, rules.seed, rules.budget, device, steps)
+def ask(terms: Terms, orders: Mapping[str, Order], transport: Transport, deadline: float) -> Replies:
+    """What came in time; the rest counts as dropouts."""
+    found = Replies({}, {}, set())
+    if not orders:
+        return found
+    late = {name: f"device {name!r} did not answer within {deadline:g} s" for name in orders}
+    found.dropouts.update(late)
+    messages = {name: order_message(order) for name, order in orders.items()}
+    replies: Iterable[tuple[str, Message | Lost]] = transport.send(messages, deadline)
+    for name, reply in replies:
+        if name not in orders or name in found.answers:
+            continue  # a late answer of somebody not asked now, or one that came twice
+        if isinstance(reply, Lost):
+            found.dropouts[name] = f"device {name!r}: {reply.reason}"
+            found.failing.update({name} if reply.fault else set())
+            continue
+        try:
+            answer = read_answer(reply, name, orders[name], terms)
+        except RunError as error:
+            found.dropouts[name] = str(error)
+            found.failing.update(set() if is_late(reply, orders[name]) else {name})
+            continue
+        if answer.kind == REFUSAL:
+            found.dropouts[name] = f"device {name!r} refused: {answer.reason}"
+            found.failing.update(set() if answer.later else {name})
+            continue
+        found.answers[name] = answer
+        found.failing.discard(name)
+        found.dropouts.pop(name)
+    return found
+
+
+def make_order(terms: Terms, rules: Rules, state: Serving, kind: str, device: int = NEVER, steps: int = 0) -> Order:
+    """What a device is asked for now."""
+    broadcast = map_tensors(Tensor.cpu, terms.algorithm.broadcast(state.server))
+    member = None if device < 0 else state.roster[device]
+    return Order(
+        run=state.run,
+        turn=state.turn,
+        kind=kind,
+        settings=state.settings,
+        broadcast=broadcast if kind == TRAIN else greeting_of(terms, broadcast),
+        device=device,
+        seed=rules.seed,
+        counted=None if member is None else member.counted,
+        steps=steps,
+        budget=rules.budget,
+        factor=1.0 if member is None else member.factor,
+        epoch=state.epoch,
+    )
 
 
 def _check_rules(terms: Terms, rules: Rules) -> None:

@@ -2,13 +2,29 @@
 
 from pathlib import Path
 
-from flwr.app import Context, Message
+from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 
 from fedcpsl.errors import RunError
 from fedcpsl.flower.local_socket import ask
-from fedcpsl.flower.records import content_of, message_of
 
+RECORD, ARRAY = "fedcpsl", "message"
+KIND = "fedcpsl.safetensors"
 LONGEST = 24 * 3600.0  # seconds; the message's own time to live is what ends it
+
+
+def content_of(message: bytes) -> RecordDict:
+    """A message as the content of a Flower message."""
+    return RecordDict({RECORD: ArrayRecord({ARRAY: Array("uint8", (len(message),), KIND, message)})})
+
+
+def message_of(content: RecordDict, who: str) -> bytes:
+    """The message in a Flower message's content."""
+    record = content.get(RECORD)
+    if set(content) != {RECORD} or not isinstance(record, ArrayRecord) or set(record) != {ARRAY}:
+        raise RunError(f"{who}: has records {sorted(content)} where {RECORD} is needed")
+    if record[ARRAY].stype != KIND:
+        raise RunError(f"{who}: has tensors that fedcpsl did not write")
+    return record[ARRAY].data
 
 
 def answer(message: Message, context: Context) -> Message:

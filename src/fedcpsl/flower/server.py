@@ -1,15 +1,93 @@
-"""The server's app: the federation's rounds on Flower's grid."""
+"""The server's app: the federation's rounds, with Flower's grid as what carries its messages."""
 
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from flwr.app import Context
+from flwr.app import Context, MessageType
+from flwr.app import Message as FlowerMessage
 from flwr.serverapp import Grid
 
 from fedcpsl.deployment.job import read_job
-from fedcpsl.deployment.rounds import pause_after, rounds
-from fedcpsl.errors import InputError
-from fedcpsl.flower.grid import GridTransport
+from fedcpsl.deployment.serve import pause_after, rounds
+from fedcpsl.deployment.wire import pack, unpack
+from fedcpsl.errors import InputError, RunError
+from fedcpsl.federation.messages import Lost, Message
+from fedcpsl.flower.client import content_of, message_of
+
+POLL = 0.3  # seconds between looks for answers
+ASKING = 60.0  # seconds that a node has to say its name
+LONGEST_NAME = 64
+
+
+class GridTransport:
+    """Devices by the names that they give themselves: for trials on one machine."""
+
+    def __init__(self, grid: Grid, job: str) -> None:
+        self._grid, self._job = grid, job
+        self._names: dict[int, str] = {}  # by node
+        self._nodes: dict[str, int] = {}
+
+    def present(self) -> list[str]:
+        nodes = list(self._grid.get_node_ids())
+        self._ask_names([node for node in nodes if node not in self._names])
+        self._nodes = {self._names[node]: node for node in nodes if node in self._names}
+        return sorted(self._nodes)
+
+    def send(self, messages: Mapping[str, Message], deadline: float) -> Iterator[tuple[str, Message | Lost]]:
+        """Time to live is the deadline: nobody carries out an order whose round is over."""
+        self.present()
+        reached = {name: self._nodes[name] for name in messages if name in self._nodes}
+        for name in sorted(set(messages) - set(reached)):
+            yield name, Lost("it is not connected")
+        packed = {name: pack(messages[name], self._job) for name in reached}
+        for name, reply in self._exchange(packed, reached, MessageType.TRAIN, deadline):
+            yield name, _read(reply, name) if isinstance(reply, bytes) else reply
+
+    def _ask_names(self, nodes: list[int]) -> None:
+        asked = {str(node): node for node in nodes}
+        for who, reply in self._exchange(dict.fromkeys(asked, b"name"), asked, MessageType.QUERY, ASKING):
+            if isinstance(reply, bytes) and len(reply) <= LONGEST_NAME:
+                self._names[asked[who]] = reply.decode("utf-8", "replace")
+
+    def _exchange(
+        self, messages: Mapping[str, bytes], nodes: Mapping[str, int], kind: str, deadline: float
+    ) -> Iterator[tuple[str, bytes | Lost]]:
+        """Push all, and yield answers as they come until all are there or time is up."""
+        if not messages:
+            return
+        end = time.monotonic() + deadline
+        sent = [FlowerMessage(content_of(messages[name]), nodes[name], kind, ttl=deadline) for name in messages]
+        taken = list(self._grid.push_messages(sent))
+        if len(taken) < len(sent):  # Flower takes all or none: too large, for example
+            yield from ((name, Lost("Flower did not take the message; its log says why")) for name in messages)
+            return
+        waiting = dict(zip(taken, messages, strict=True))
+        while waiting:
+            for reply in self._grid.pull_messages(list(waiting)):
+                name = waiting.pop(reply.metadata.reply_to_message_id, None)
+                if name is not None:
+                    yield name, _content(reply, name)
+            if waiting and time.monotonic() + POLL > end:
+                return
+            if waiting:
+                time.sleep(POLL)
+
+
+def _content(reply: FlowerMessage, name: str) -> bytes | Lost:
+    if reply.has_error():
+        return Lost(f"{reply.error.reason} (Flower's error {reply.error.code})")
+    try:
+        return message_of(reply.content, f"the answer of device {name!r}")
+    except RunError as error:
+        return Lost(str(error), fault=True)
+
+
+def _read(reply: bytes, name: str) -> Message | Lost:
+    try:
+        return unpack(reply, f"the answer of device {name!r}").message
+    except RunError as error:
+        return Lost(str(error), fault=True)
 
 
 def run(grid: Grid, context: Context) -> None:

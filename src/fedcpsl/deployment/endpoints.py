@@ -1,10 +1,12 @@
 """Where a server is, as users write it, and what it answers to. Imports nothing heavy."""
 
 import socket
+import ssl
 
 from fedcpsl.errors import InputError
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")  # by which a server can always be reached on its own machine
+OPERATOR, DEVICE = "operator", "device/"  # who asks; the latter with a device's name after it
 HEALTH, STATUS, ORDER, ANSWER = "/health", "/status", "/v2/order", "/v2/answer"  # its paths
 DIGEST = "x-fedcpsl-digest"  # the header with the SHA-256 of a request's body
 POLL_S = 25.0  # that a device's question for an order stays open
@@ -28,3 +30,17 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+def tls_problem(error: ssl.SSLError) -> str:
+    """What is wrong with a server's certificate, in words that tell what to do."""
+    text = str(error).lower()
+    if "hostname mismatch" in text or "ip address mismatch" in text:
+        return (
+            "server.crt is not for the host that was given; make one that is, with 'fedcpsl keys FOLDER --server HOST'"
+        )
+    if "certificate has expired" in text:
+        return "server.crt has expired, or the clock here is wrong"
+    if "certificate_verify_failed" in text:
+        return "the server's certificate is not from the authority in ca.crt; take ca.crt from the server's keys again"
+    return "it speaks no TLS that is understood here"
