@@ -12,9 +12,9 @@ from safetensors.torch import load, save
 
 from fedcpsl import config
 from fedcpsl.algorithms import all_algorithms, traits_of
-from fedcpsl.federation import Message, Participant, Rules, respond, terms_of
-from fedcpsl.federation.device import load_kept, restarted, settle
-from fedcpsl.federation.local_training import holdings_of
+from fedcpsl.federation import Message, Participant, RoundRules, respond, terms_of
+from fedcpsl.federation.device import load_device_state, resolve_pending, restart_epoch
+from fedcpsl.federation.local_training import local_data_of
 from fedcpsl.runs import files
 from fedcpsl.simulation import prepare
 
@@ -39,13 +39,13 @@ def make(name="fedcpsl", *, work=WORK, model=None, dtype="float64", **numbers):
 
 def participants(setup, folder, **chosen):
     return {
-        name: Participant(terms_of(setup, i), holdings_of(setup, i), folder / name, **chosen)
+        name: Participant(terms_of(setup, i), local_data_of(setup, i), folder / name, **chosen)
         for i, name in enumerate(setup.names)
     }
 
 
 def rules(setup, **chosen):
-    return Rules(**{"rounds": setup.rounds, "seed": setup.seed, "deadline": 9.0, "least": 1} | chosen)
+    return RoundRules(**{"rounds": setup.rounds, "seed": setup.seed, "deadline": 9.0, "min_devices": 1} | chosen)
 
 
 def over_the_wire(message):
@@ -154,9 +154,9 @@ class Faulty:
 
 def settled(device, member, epoch=0):
     """What a device will have kept once it hears what the server counted, or that control variates start again."""
-    kept = load_kept(device.folder, device.terms)
-    kept = kept if kept.epoch == epoch else restarted(device.terms, kept, epoch)
-    return settle(device.terms, kept, member.counted, member.factor)
+    kept = load_device_state(device.folder, device.terms)
+    kept = kept if kept.epoch == epoch else restart_epoch(device.terms, kept, epoch)
+    return resolve_pending(device.terms, kept, member.counted, member.factor)
 
 
 def gap(state, devices):

@@ -17,9 +17,9 @@ from sklearn.datasets import load_digits
 from fedcpsl.data.federation import Federation
 from fedcpsl.data.roles import LABELLED, TEST, UNLABELLED
 from fedcpsl.deployment.endpoints import free_port
-from fedcpsl.deployment.job import read_job, server_terms
-from fedcpsl.federation.device import load_kept
-from fedcpsl.federation.server_store import load_serving
+from fedcpsl.deployment.job import job_terms, read_job
+from fedcpsl.federation.device import load_device_state
+from fedcpsl.federation.server_store import load_server_state
 from fedcpsl.models import make_model
 from fedcpsl.schedule import stream
 from fedcpsl.simulation import prepare, simulate
@@ -136,8 +136,8 @@ class Desk:
     # what is on disk
 
     def serving(self):
-        terms = server_terms(self.job)
-        return load_serving(self.folder / "server" / "server", terms)
+        terms = job_terms(self.job)
+        return load_server_state(self.folder / "server" / "server", terms)
 
     @property
     def job(self):
@@ -145,7 +145,7 @@ class Desk:
 
     def kept(self, name: str):
         (folder,) = (self.folder / "devices" / name).iterdir()
-        return load_kept(folder, server_terms(self.job))
+        return load_device_state(folder, job_terms(self.job))
 
     def invariant_gap(self) -> float:
         """|c - sum_i w_i c_i|, after every device knows what was counted."""

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedcpsl.deployment.job import server_terms
-from fedcpsl.federation.device import settle
+from fedcpsl.deployment.job import job_terms
+from fedcpsl.federation.device import resolve_pending
 from tests.federation_desk import Desk, furthest
 
 
@@ -68,8 +68,8 @@ def odd_devices(folder: Path) -> None:
 
 def gap_of(desk: Desk, state) -> float:
     """|c - sum_i w_i c_i|, with every c_i as it is once the device knows what the server counted."""
-    terms = server_terms(desk.job)
-    known = {m.name: settle(terms, desk.kept(m.name), m.counted, m.factor).committed.c for m in state.roster}
+    terms = job_terms(desk.job)
+    known = {m.name: resolve_pending(terms, desk.kept(m.name), m.counted, m.factor).committed.c for m in state.roster}
     total = sum(m.samples / state.samples * known[m.name] for m in state.roster)
     return float((state.server.c - total).abs().max())
 

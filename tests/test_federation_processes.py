@@ -13,14 +13,14 @@ import torch
 
 pytest.importorskip("cryptography", reason="cryptography is not installed: pip install 'fedcpsl[federation]'")
 
-from fedcpsl.deployment.endpoints import ANSWER, DIGEST, ORDER
+from fedcpsl.deployment.endpoints import DIGEST_HEADER, INSTRUCTION_PATH, REPLY_PATH
 from fedcpsl.deployment.wire import unpack
-from fedcpsl.federation.messages import COMMON, END, HELLO, TRAIN
+from fedcpsl.federation.messages import COMMON_FIELDS, END, HELLO, TRAIN
 
 from .federation_desk import Desk, furthest
 from .recorder import Recorder
 
-ENVELOPE = {"host", "accept-encoding", "authorization", "content-length", DIGEST}  # the headers of a request
+ENVELOPE = {"host", "accept-encoding", "authorization", "content-length", DIGEST_HEADER}  # the headers of a request
 LONGEST_S = 240  # on a machine that is busy
 EXPLAINED = {  # what a device says of itself, in the words of `fedcpsl join --explain`
     "labelled": "how many labelled and unlabelled training samples it has",
@@ -45,7 +45,7 @@ def federation(tmp_path_factory):
         desk.join("mallory", data="dev0.npz")
         desk.serve()
         desk.wait_for_word("server", "listening on", LONGEST_S)
-        desk.wait_for_word("mallory", "does not let this device in", LONGEST_S)
+        desk.wait_for_word("mallory", "does not accept this device", LONGEST_S)
         for name, recorder in recorders.items():
             desk.join(name, address=recorder.address, share=name == "dev0")
         desk.wait(lambda status: status["over"], LONGEST_S)
@@ -66,7 +66,7 @@ def test_two_devices_and_a_stranger(federation):
     assert desk.invariant_gap() < 1e-6
     assert "all rounds are done" in (folder / "server.log").read_text()
     assert list((folder / "devices" / "mallory").iterdir()) == []  # no run's state
-    assert "as device/mallory: refused: no key is known" in (folder / "server.log").read_text()
+    assert "as device/mallory: refused: not signed with a known key" in (folder / "server.log").read_text()
     shown = subprocess.run([*desk.fedcpsl, "status", "server"], cwd=folder, capture_output=True, text=True)
     assert "round 2 of 2, over" in shown.stdout
     assert "dev1" in shown.stdout
@@ -91,7 +91,7 @@ def explained(desk, *words):
 
 def sent_by(name, recorders):
     """The messages of one device."""
-    return [unpack(request.body, name) for request in recorders[name].requests if request.path == ANSWER]
+    return [unpack(request.body, name) for request in recorders[name].requests if request.path == REPLY_PATH]
 
 
 @pytest.mark.parametrize("name", ["dev0", "dev1"])
@@ -99,17 +99,17 @@ def test_nothing_leaves_a_device_but_what_is_explained(federation, name):
     desk, recorders = federation
     for request in recorders[name].requests:
         assert set(request.headers) <= ENVELOPE, request.headers
-        assert request.path in (ORDER, ANSWER)
+        assert request.path in (INSTRUCTION_PATH, REPLY_PATH)
         scheme, who, when, _ = request.headers["authorization"].split(" ")
         assert (scheme, who, when.isdigit()) == ("fedcpsl", f"device/{name}", True)
-        assert request.body == b"" or request.path == ANSWER
+        assert request.body == b"" or request.path == REPLY_PATH
     packets = sent_by(name, recorders)
     assert [packet.message.header["kind"] for packet in packets] == [HELLO, TRAIN, TRAIN, END]  # sizes are told once
     shares, told = name == "dev0", set()
     for (header, tensors), job in packets:
         kind = header["kind"]
         expected = {HELLO: {"labelled", "unlabelled"}, TRAIN: {"steps"}, END: set()}[kind]
-        said = set(header) - set(COMMON)
+        said = set(header) - set(COMMON_FIELDS)
         assert said == expected | ({"accuracy"} if shares and kind != HELLO else set())
         assert set(tensors) == ({"delta"} if kind == TRAIN else set())
         assert job == ""
@@ -157,7 +157,7 @@ def test_a_server_goes_back(federation):
     before = desk.serving()
     desk.serve("--back-to", "1")
     try:
-        desk.wait_for_word("server", "back to the state after 1 rounds; control variates start at 0 again", LONGEST_S)
+        desk.wait_for_word("server", "back to the state after 1 rounds; control variates are reset to 0", LONGEST_S)
         state = desk.serving()
         assert (state.round, state.epoch > before.epoch, bool(state.server.c.any())) == (1, True, False)
         assert [m.name for m in state.roster] == [m.name for m in before.roster]

@@ -14,9 +14,9 @@ import torch
 pytest.importorskip("cryptography", reason="cryptography is not installed: pip install 'fedcpsl[federation]'")
 
 from fedcpsl.deployment import http_server, keys
-from fedcpsl.deployment.endpoints import ANSWER, DIGEST, HEALTH, ORDER, free_port
-from fedcpsl.deployment.http_server import GRACE_S, SMALL, Front, Mailbox, listening
-from fedcpsl.deployment.signing import KeyRing, Request, signed_line
+from fedcpsl.deployment.endpoints import DIGEST_HEADER, HEALTH_PATH, INSTRUCTION_PATH, REPLY_PATH, free_port
+from fedcpsl.deployment.http_server import GRACE_S, MAX_PLAIN_REPLY_BYTES, HttpContext, Mailbox, listening
+from fedcpsl.deployment.signing import KeyRing, SignedContent, sign_request
 from fedcpsl.deployment.wire import pack, unpack
 from fedcpsl.federation.messages import HELLO, TRAIN, Lost, Message
 
@@ -33,17 +33,17 @@ class Place:
         for name in ("ann", "bob"):
             keys.make_device_key(self.keys, name)
         self.ring = KeyRing(self.keys, folder, self.said.append)
-        self.mailbox = Mailbox("the job", UPDATE, self.ring.banned)
+        self.mailbox = Mailbox("the job", UPDATE, self.ring.revoked)
         self.port = free_port()
-        self.front = Front(folder, self.mailbox, self.ring, self.said.append)
+        self.front = HttpContext(folder, self.mailbox, self.ring, self.said.append)
 
     def ask(self, path, body=b"", name="ann", headers=None, method="POST", digest=None, signed=True):
         connection = self.connect()
         digest = sha256(body).hexdigest() if digest is None else digest
-        request = Request(method, path, digest) if body else Request(method, path)
+        request = SignedContent(method, path, digest) if body else SignedContent(method, path)
         key = self.keys / "devices" / name
-        line = signed_line(f"device/{name}", key, self.keys / "ca.crt", time.time(), request) if signed else "nobody"
-        about = {"Authorization": line} | ({DIGEST: digest} if body else {}) | (headers or {})
+        line = sign_request(f"device/{name}", key, self.keys / "ca.crt", time.time(), request) if signed else "nobody"
+        about = {"Authorization": line} | ({DIGEST_HEADER: digest} if body else {}) | (headers or {})
         try:
             connection.request(method, path, body, about)
             answer = connection.getresponse()
@@ -78,21 +78,21 @@ def answer_of(size=1000, **header):
 
 def test_an_order_and_its_answer(place):
     thread, found = place.offer()
-    code, order = place.ask(ORDER)
+    code, order = place.ask(INSTRUCTION_PATH)
     assert (code, unpack(order, "it").job) == (200, "the job")
-    again = unpack(place.ask(ORDER)[1], "it")  # as often as it is asked for
+    again = unpack(place.ask(INSTRUCTION_PATH)[1], "it")  # as often as it is asked for
     assert again == unpack(order, "it")
-    assert place.ask(ANSWER, answer_of())[0] == 204
+    assert place.ask(REPLY_PATH, answer_of())[0] == 204
     thread.join(10)
     ((name, message),) = found
     assert (name, message.header["kind"], len(message.tensors["delta"])) == ("ann", TRAIN, 1000)
     assert place.mailbox.present() == ["ann"]
-    assert place.ask(ANSWER, answer_of())[0] == 409  # it is not awaited any more
+    assert place.ask(REPLY_PATH, answer_of())[0] == 409  # it is not awaited any more
 
 
 def test_an_order_is_given_as_soon_as_it_is_there(place):
     found = []
-    asking = threading.Thread(target=lambda: found.append((place.ask(ORDER), time.monotonic())))
+    asking = threading.Thread(target=lambda: found.append((place.ask(INSTRUCTION_PATH), time.monotonic())))
     asking.start()
     while place.mailbox.present() != ["ann"]:
         time.sleep(0.05)
@@ -103,7 +103,7 @@ def test_an_order_is_given_as_soon_as_it_is_there(place):
     (answer, at), *_ = found
     assert answer[0] == 200
     assert at - began < 2
-    place.ask(ANSWER, answer_of())
+    place.ask(REPLY_PATH, answer_of())
     thread.join(10)
 
 
@@ -111,45 +111,47 @@ def test_a_request_without_a_key_is_refused_before_its_body_is_read(place):
     thread, found = place.offer(deadline=8)
     for signed, name in ((False, "ann"), (True, "bob")):  # nobody, and somebody who was not asked
         connection = place.connect()
-        request = Request("POST", ANSWER, "ab" * 32)
-        line = signed_line(f"device/{name}", place.keys / "devices" / name, place.keys / "ca.crt", time.time(), request)
-        connection.putrequest("POST", ANSWER)
+        request = SignedContent("POST", REPLY_PATH, "ab" * 32)
+        line = sign_request(
+            f"device/{name}", place.keys / "devices" / name, place.keys / "ca.crt", time.time(), request
+        )
+        connection.putrequest("POST", REPLY_PATH)
         connection.putheader("Authorization", line if signed else "x")
-        connection.putheader(DIGEST, "ab" * 32)
+        connection.putheader(DIGEST_HEADER, "ab" * 32)
         connection.putheader("Content-Length", str(1 << 40))
         connection.endheaders()
         answer = connection.getresponse()  # not a byte of the body was sent
         assert answer.status == (409 if signed else 401)
         assert answer.getheader("Connection") == "close"
         connection.close()
-    assert place.ask(ANSWER, answer_of())[0] == 204
+    assert place.ask(REPLY_PATH, answer_of())[0] == 204
     thread.join(10)
     assert len(found) == 1
 
 
-@pytest.mark.parametrize(("kind", "most"), [(TRAIN, UPDATE + SMALL), (HELLO, SMALL)])
+@pytest.mark.parametrize(("kind", "most"), [(TRAIN, UPDATE + MAX_PLAIN_REPLY_BYTES), (HELLO, MAX_PLAIN_REPLY_BYTES)])
 def test_an_answer_larger_than_what_was_asked_for_is_refused_before_it_is_read(place, kind, most):
     thread, found = place.offer(kind)
     connection = place.connect()
-    request = Request("POST", ANSWER, "ab" * 32)
-    line = signed_line("device/ann", place.keys / "devices" / "ann", place.keys / "ca.crt", time.time(), request)
-    connection.putrequest("POST", ANSWER)
-    for name, value in {"Authorization": line, DIGEST: "ab" * 32, "Content-Length": str(most + 1)}.items():
+    request = SignedContent("POST", REPLY_PATH, "ab" * 32)
+    line = sign_request("device/ann", place.keys / "devices" / "ann", place.keys / "ca.crt", time.time(), request)
+    connection.putrequest("POST", REPLY_PATH)
+    for name, value in {"Authorization": line, DIGEST_HEADER: "ab" * 32, "Content-Length": str(most + 1)}.items():
         connection.putheader(name, value)
     connection.endheaders()
     assert connection.getresponse().status == 413
     connection.close()
     thread.join(10)
-    assert found == [("ann", Lost(f"its answer has {most + 1} bytes where at most {most} are taken", fault=True))]
+    assert found == [("ann", Lost(f"its reply has {most + 1} bytes where at most {most} are accepted", fault=True))]
 
 
 def test_a_body_without_a_length_is_refused(place):
     thread, _ = place.offer(deadline=3)
     connection = place.connect()
-    request = Request("POST", ANSWER, "ab" * 32)
-    line = signed_line("device/ann", place.keys / "devices" / "ann", place.keys / "ca.crt", time.time(), request)
+    request = SignedContent("POST", REPLY_PATH, "ab" * 32)
+    line = sign_request("device/ann", place.keys / "devices" / "ann", place.keys / "ca.crt", time.time(), request)
     connection.request(
-        "POST", ANSWER, iter([b"x"] * 3), {"Authorization": line, DIGEST: "ab" * 32}, encode_chunked=True
+        "POST", REPLY_PATH, iter([b"x"] * 3), {"Authorization": line, DIGEST_HEADER: "ab" * 32}, encode_chunked=True
     )
     assert connection.getresponse().status == 411
     connection.close()
@@ -167,7 +169,7 @@ def test_a_body_without_a_length_is_refused(place):
 )
 def test_an_answer_that_is_none_is_a_fault(place, body, digest, words):
     thread, found = place.offer()
-    code, said = place.ask(ANSWER, body, digest=digest)
+    code, said = place.ask(REPLY_PATH, body, digest=digest)
     assert (code, words in json.loads(said)["problem"]) == (400, True)
     thread.join(10)
     ((_, lost),) = found
@@ -176,8 +178,8 @@ def test_an_answer_that_is_none_is_a_fault(place, body, digest, words):
 
 def test_an_answer_to_an_earlier_order_is_late_and_the_new_order_stays(place):
     thread, found = place.offer()
-    assert place.ask(ANSWER, answer_of(round=0))[0] == 409
-    assert place.ask(ANSWER, answer_of())[0] == 204
+    assert place.ask(REPLY_PATH, answer_of(round=0))[0] == 409
+    assert place.ask(REPLY_PATH, answer_of())[0] == 204
     thread.join(10)
     assert found[0][1].header["round"] == 1
 
@@ -185,7 +187,7 @@ def test_an_answer_to_an_earlier_order_is_late_and_the_new_order_stays(place):
 def test_who_is_revoked_is_shut_out_at_once(place):
     """Also where it waits for an order at that moment, and where the server waits for its answer."""
     waiting = []
-    asking = threading.Thread(target=lambda: waiting.append(place.ask(ORDER)))
+    asking = threading.Thread(target=lambda: waiting.append(place.ask(INSTRUCTION_PATH)))
     asking.start()
     while place.mailbox.present() != ["ann"]:
         time.sleep(0.05)
@@ -195,9 +197,9 @@ def test_who_is_revoked_is_shut_out_at_once(place):
     asking.join(10)
     assert found == [("ann", Lost("its key was revoked"))]
     assert waiting[0][0] == 401
-    assert place.ask(ORDER)[0] == 401
+    assert place.ask(INSTRUCTION_PATH)[0] == 401
     assert place.mailbox.present() == []
-    assert any("its key is revoked; it is shut out" in text for text in place.said)
+    assert any("its key is revoked; it is rejected" in text for text in place.said)
     assert any("as device/ann: refused: this key was revoked" in text for text in place.said)
 
 
@@ -213,16 +215,16 @@ def test_there_is_nothing_else(place):
         ("GET", "/openapi.json"),
     ):
         assert place.ask(path, method=method)[0] == 404, path
-    assert place.ask(ORDER, method="GET")[0] == 405
+    assert place.ask(INSTRUCTION_PATH, method="GET")[0] == 405
     for path in ("/v1/control/start-run", "/v1/fleet/activate-node", "/v1/runtime/acquire-task", "/v1/x"):
         code, said = place.ask(path)
         assert code == 426
         assert "runs no Flower app" in json.loads(said)["problem"]
-    assert place.ask(HEALTH, method="GET", signed=False) == (200, b'{"protocol": 2}')
+    assert place.ask(HEALTH_PATH, method="GET", signed=False) == (200, b'{"protocol": 2}')
 
 
 def test_silent_connections_are_closed(place, monkeypatch):
-    monkeypatch.setattr(http_server, "FIRST_LINES_S", 0.5)
+    monkeypatch.setattr(http_server, "FIRST_REQUEST_TIMEOUT_S", 0.5)
     trusting = ssl.create_default_context(cafile=place.keys / "ca.crt")
     with (
         socket.create_connection(("127.0.0.1", place.port), timeout=10) as plain,
@@ -261,7 +263,7 @@ def test_a_fault_of_ours_is_said_and_not_told(place, monkeypatch):
         raise ZeroDivisionError("in /srv/secret")
 
     monkeypatch.setattr(place.mailbox, "next_order", fail)
-    code, said = place.ask(ORDER)
+    code, said = place.ask(INSTRUCTION_PATH)
     assert (code, json.loads(said)) == (500, {"problem": "the server failed; its log says how"})
     assert any("POST /v2/order failed: ZeroDivisionError: in /srv/secret" in text for text in place.said)
 

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedcpsl.deployment import keys
-from fedcpsl.deployment.signing import KeyRing, Request, signed_line, signer_of
+from fedcpsl.deployment.signing import KeyRing, SignedContent, sign_request, verify_request
 from fedcpsl.errors import InputError, RunError
 from tests.command import fedcpsl
 
@@ -65,7 +65,7 @@ def test_nothing_is_overwritten(folder, make, files):
         gone = {name: (folder / name).read_bytes() for name in files if name != kept}
         for name in gone:
             (folder / name).unlink()
-        with pytest.raises(InputError, match=f"{kept}: is already there"):
+        with pytest.raises(InputError, match=f"{kept}: exists already"):
             make(folder)
         assert (folder / kept).read_bytes() == before
         assert not any((folder / name).exists() for name in gone)
@@ -169,7 +169,7 @@ def test_the_authority_key_must_be_there_and_belong(folder, tmp_path):
     (folder / "server.crt").unlink()
     (folder / "server.key").unlink()
     (folder / "ca.key").unlink()
-    with pytest.raises(InputError, match=r"ca\.key: is not here; bring it back"):
+    with pytest.raises(InputError, match=r"ca\.key: does not exist; restore it"):
         keys.make_server_certificate(folder, ["a"])
     keys.make_authority(tmp_path / "other")
     shutil.copy(tmp_path / "other" / "ca.key", folder)
@@ -255,23 +255,23 @@ def test_without_cryptography_the_command_says_what_to_install(tmp_path):
     assert "pip install 'fedcpsl[federation]'" in done.stderr
 
 
-ORDER = Request("POST", "/v2/order")
+ORDER = SignedContent("POST", "/v2/order")
 
 
 def line(folder, name, key=None):
-    return signed_line(f"device/{name}", key or folder / "devices" / name, folder / "ca.crt", time.time(), ORDER)
+    return sign_request(f"device/{name}", key or folder / "devices" / name, folder / "ca.crt", time.time(), ORDER)
 
 
 def test_a_revoked_key_is_let_in_no_more(folder):
     signed = line(folder, "phone-1")
-    assert signer_of(signed, folder, time.time(), ORDER).who == "device/phone-1"
+    assert verify_request(signed, folder, time.time(), ORDER).who == "device/phone-1"
     public = (folder / "devices" / "phone-1.pub").read_text()
     keys.revoke_device(folder, "phone-1")
     with pytest.raises(RunError, match="this key was revoked"):
-        signer_of(signed, folder, time.time(), ORDER)
+        verify_request(signed, folder, time.time(), ORDER)
     (folder / "devices" / "phone-1.pub").write_text(public)  # somebody puts it back: the key stays revoked
     with pytest.raises(RunError, match="this key was revoked"):
-        signer_of(signed, folder, time.time(), ORDER)
+        verify_request(signed, folder, time.time(), ORDER)
     assert keys.revoked_devices(folder) == {"phone-1"}
     assert keys.forgotten_devices(folder) == set()
     with pytest.raises(InputError, match="has no key here to revoke; there are: phone-1"):
@@ -282,7 +282,7 @@ def test_a_device_can_be_given_another_key_after_that(folder):
     keys.revoke_device(folder, "phone-1", forget=True)
     (folder / "devices" / "phone-1").unlink()
     keys.make_device_key(folder, "phone-1")
-    assert signer_of(line(folder, "phone-1"), folder, time.time(), ORDER).who == "device/phone-1"
+    assert verify_request(line(folder, "phone-1"), folder, time.time(), ORDER).who == "device/phone-1"
     assert keys.revoked_devices(folder) == set()
     assert keys.forgotten_devices(folder) == {"phone-1"}
 
@@ -301,11 +301,11 @@ def test_a_renewed_key_is_let_in_beside_the_old_one_until_it_is_used(folder, tmp
     old_line, new_line = line(folder, "phone-1"), line(folder, "phone-1", new)
     for each in (old_line, old_line, new_line, new_line):
         assert ring.signer(each, "POST", "/v2/order", "") == "device/phone-1"
-    assert said == ["device 'phone-1': its new key is in use; the one before is let in no more"]
+    assert said == ["device 'phone-1': its new key is in use; the one before is no longer accepted"]
     for again in (ring, KeyRing(folder, tmp_path, said.append)):  # and after a restart
         with pytest.raises(RunError, match="this key was renewed"):
             again.signer(old_line, "POST", "/v2/order", "")
-    with pytest.raises(InputError, match=r"phone-1\.new: is already there"):
+    with pytest.raises(InputError, match=r"phone-1\.new: exists already"):
         keys.renew_device_key(folder, "phone-1")
     with pytest.raises(InputError, match="has no key here to renew"):
         keys.renew_device_key(folder, "phone-2")
@@ -321,11 +321,11 @@ def test_the_ring_says_who_was_refused_once_a_minute(folder, tmp_path):
     for _ in range(5):
         ring.report("10.0.0.7", "fedcpsl device/x\x1b[31m 1 sig", "no key is known")
     assert said == ["10.0.0.7, as device/x?[31m: refused: no key is known"]
-    assert ring.banned() == set()
+    assert ring.revoked() == set()
     keys.revoke_device(folder, "phone-1")
     for _ in range(3):
-        assert ring.banned() == {"phone-1"}
-    assert said[1:] == ["device 'phone-1': its key is revoked; it is shut out, and keeps its weight and its c_i"]
+        assert ring.revoked() == {"phone-1"}
+    assert said[1:] == ["device 'phone-1': its key is revoked; it is rejected, and keeps its weight and its c_i"]
     (tmp_path / "newest_keys.json").write_text("{")
     with pytest.raises(RunError, match=r"newest_keys\.json: cannot be read"):
         KeyRing(folder, tmp_path, said.append)
@@ -375,10 +375,10 @@ def test_keys_that_cannot_be_read_keep_everybody_as_it_was(folder, tmp_path):
     said = []
     ring = KeyRing(folder, tmp_path, said.append)
     keys.revoke_device(folder, "phone-1")
-    assert ring.banned() == {"phone-1"}
+    assert ring.revoked() == {"phone-1"}
     (folder / "revoked").unlink()
     (folder / "revoked").mkdir()
-    assert ring.banned() == {"phone-1"}
+    assert ring.revoked() == {"phone-1"}
     assert "revoked: cannot be read" in said[-1]
     (folder / "forgotten").mkdir()
     assert ring.forgotten() == set()

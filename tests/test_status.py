@@ -12,10 +12,10 @@ pytest.importorskip("cryptography", reason="cryptography is not installed: pip i
 
 from fedcpsl.deployment import keys, signing
 from fedcpsl.deployment.endpoints import OPERATOR, free_port, split_address
-from fedcpsl.deployment.endpoints import STATUS as PATH
-from fedcpsl.deployment.http_server import Front, Mailbox, listening
-from fedcpsl.deployment.signing import KeyRing, Request, signer_of
-from fedcpsl.deployment.status import LATE, ask_status, shown_part
+from fedcpsl.deployment.endpoints import STATUS_PATH as PATH
+from fedcpsl.deployment.http_server import HttpContext, Mailbox, listening
+from fedcpsl.deployment.signing import KeyRing, SignedContent, verify_request
+from fedcpsl.deployment.status import LATE, fetch_status, public_status
 from fedcpsl.errors import InputError, RunError
 
 from .command import fedcpsl
@@ -60,7 +60,7 @@ def place(tmp_path_factory):
 
 def answering(folder, keys_folder, port):
     ring = None if keys_folder is None else KeyRing(keys_folder, folder, print)
-    return listening(Front(folder, Mailbox("", 0), ring, print), keys_folder, "127.0.0.1", port)
+    return listening(HttpContext(folder, Mailbox("", 0), ring, print), keys_folder, "127.0.0.1", port)
 
 
 def ask(place, *words):
@@ -107,7 +107,7 @@ def test_a_key_that_the_server_does_not_know_is_refused(place, tmp_path):
     for words in (["--name", "ann"], ["--name", "mallory"], []):
         shown = fedcpsl("status", f"127.0.0.1:{port}", "--keys", ".", *words, cwd=tmp_path)
         assert (shown.returncode, shown.stdout, shown.stderr.count("\n")) == (1, "", 1)
-        assert "does not tell its status: no key is known that signed this" in shown.stderr
+        assert "refuses to give its status: not signed with a known key" in shown.stderr
 
 
 def test_without_a_key_nothing_is_told(place):
@@ -135,7 +135,7 @@ def get(place, method, path, line=None):
 
 def operator_line(place, **changed):
     given = {"who": OPERATOR, "key": place[0] / "keys" / "operator.key", "ca": place[0] / "keys" / "ca.crt"}
-    return signing.signed_line(**given | {"now": time.time(), "request": Request("GET", PATH)} | changed)
+    return signing.sign_request(**given | {"now": time.time(), "request": SignedContent("GET", PATH)} | changed)
 
 
 def test_nothing_but_reading_the_status_is_answered(place):
@@ -163,16 +163,23 @@ def test_nothing_but_reading_the_status_is_answered(place):
 def test_a_signature_is_good_for_some_minutes_and_one_federation(place, tmp_path):
     now, folder = time.time(), place[0] / "keys"
     for apart in (-250, 250):
-        assert signer_of(operator_line(place, now=now + apart), folder, now, Request("GET", PATH)).who == "operator"
+        assert (
+            verify_request(operator_line(place, now=now + apart), folder, now, SignedContent("GET", PATH)).who
+            == "operator"
+        )
     for apart in (-400, 400):
         with pytest.raises(RunError, match="clocks of the two machines"):
-            signer_of(operator_line(place, now=now + apart), folder, now, Request("GET", PATH))
+            verify_request(operator_line(place, now=now + apart), folder, now, SignedContent("GET", PATH))
     elsewhere = keys.make_authority(tmp_path)
-    with pytest.raises(RunError, match="no key is known"):
-        signer_of(operator_line(place, ca=elsewhere), folder, now, Request("GET", PATH))
-    for other in (Request("POST", PATH), Request("GET", "/v2/order"), Request("GET", PATH, "ab" * 32)):
-        with pytest.raises(RunError, match="no key is known"):
-            signer_of(operator_line(place), folder, now, other)
+    with pytest.raises(RunError, match="not signed with a known key"):
+        verify_request(operator_line(place, ca=elsewhere), folder, now, SignedContent("GET", PATH))
+    for other in (
+        SignedContent("POST", PATH),
+        SignedContent("GET", "/v2/order"),
+        SignedContent("GET", PATH, "ab" * 32),
+    ):
+        with pytest.raises(RunError, match="not signed with a known key"):
+            verify_request(operator_line(place), folder, now, other)
 
 
 def test_a_server_that_somebody_else_runs_is_not_believed(place, tmp_path):
@@ -194,17 +201,17 @@ def test_a_dead_server_is_said_to_be(place):
 def test_on_loopback_without_tls(tmp_path):
     port = free_port()
     with answering(tmp_path, None, port):
-        with pytest.raises(RunError, match="its job has not begun yet"):
-            ask_status(f"127.0.0.1:{port}", None, None, "")
+        with pytest.raises(RunError, match="its job has not started yet"):
+            fetch_status(f"127.0.0.1:{port}", None, None, "")
         (tmp_path / "status.json").write_text(json.dumps(STATUS))
         shown = fedcpsl("status", f"localhost:{port}", "--insecure", "--json", cwd=tmp_path)
-        assert json.loads(shown.stdout) == shown_part(STATUS, None)
+        assert json.loads(shown.stdout) == public_status(STATUS, None)
         keys.make_authority(tmp_path)
         keys.make_operator_key(tmp_path)
-        with pytest.raises(RunError, match="speaks no TLS"):
-            ask_status(f"127.0.0.1:{port}", tmp_path / "ca.crt", tmp_path / "operator.key", "operator")
+        with pytest.raises(RunError, match="TLS is not supported"):
+            fetch_status(f"127.0.0.1:{port}", tmp_path / "ca.crt", tmp_path / "operator.key", "operator")
     with pytest.raises(InputError, match="only a server on this machine"):
-        ask_status("192.0.2.1:8443", None, None, "")
+        fetch_status("192.0.2.1:8443", None, None, "")
 
 
 def test_a_silent_client_keeps_nobody_waiting(place):
@@ -217,7 +224,7 @@ def test_a_silent_client_keeps_nobody_waiting(place):
 
 
 def test_a_port_that_is_taken_is_an_error(place):
-    taken = pytest.raises(InputError, match=r"cannot be listened on: .*in use.*; give another --port")
+    taken = pytest.raises(InputError, match=r"cannot listen there: .*in use.*; give another --port")
     with taken, answering(place[0], None, place[1]):
         raise AssertionError("it listens")
     assert get(place, "GET", PATH)[0] == 401  # the other one still answers

@@ -10,7 +10,6 @@ import random
 import re
 import ssl
 import time
-from collections.abc import Callable
 from hashlib import sha256
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
@@ -25,48 +24,57 @@ from fedcpsl.config import Data
 from fedcpsl.data.federation import federate
 from fedcpsl.data.roles import Shares
 from fedcpsl.data.sources import load_source
-from fedcpsl.deployment.endpoints import ANSWER, DEVICE, DIGEST, LOOPBACK, ORDER, POLL_S, split_address, tls_problem
-from fedcpsl.deployment.job import Job, fitted, message_bytes, read_job, server_terms
-from fedcpsl.deployment.wire import About, Packet, finish, pack, read_about, unpack
+from fedcpsl.deployment.endpoints import (
+    DEVICE,
+    DIGEST_HEADER,
+    INSTRUCTION_PATH,
+    LONG_POLL_S,
+    LOOPBACK,
+    REPLY_PATH,
+    Notify,
+    split_address,
+    tls_problem,
+)
+from fedcpsl.deployment.job import Job, fit_to_job, job_terms, max_message_bytes, read_job
+from fedcpsl.deployment.wire import MessagePrefix, Packet, pack, read_message, read_prefix, unpack
 from fedcpsl.errors import InputError, RunError, printable
 from fedcpsl.federation.device import Participant, refusal, respond
-from fedcpsl.federation.local_training import Clock, held, no_holdings
+from fedcpsl.federation.local_training import Clock, empty_local_data, local_data_from
 from fedcpsl.federation.messages import TRAIN, Message
-from fedcpsl.federation.privacy import Protection, strictest
+from fedcpsl.federation.privacy import Protection, stricter_protection
 from fedcpsl.runs.files import make_folder, write_whole
 from fedcpsl.simulation.device_data import normalise
 
 LOG = logging.getLogger("fedcpsl")
-UNFIT = "its data does not fit the job, or its folder cannot be used; its own log says why"
+UNFIT = "its data does not fit the job, or its folder cannot be used; its log has the reason"
 SERVER = "the server's message"
-MOST_RUNS = 100  # whose states a device keeps
-ANSWER_S = 120.0  # without a byte from the server
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
-AGAIN_S = 60.0  # before the same problem is said again
-LONGEST_PROBLEM = 300
+MAX_RUNS_STORED = 100  # in a device's folder
+RESPONSE_TIMEOUT_S = 120.0  # without a byte from the server
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 10.0  # before the next attempt to connect
+REPEAT_PROBLEM_S = 60.0  # before the same problem is reported again
+MAX_PROBLEM_LENGTH = 300
 SUPPLIES = Path("/sys/class/power_supply")
-Say = Callable[[str], None]
 
 
 class Conditions(NamedTuple):
-    """When a device works; the defaults: always."""
+    """When a device trains; by default always."""
 
     on_battery: bool = True
-    most_load: float = 0.0  # of the machine, in tasks per core over the last minute; 0: any
+    max_load: float = 0.0  # of the machine, in tasks per core over the last minute; 0: no limit
 
 
 def reason_to_decline(conditions: Conditions, supplies: Path = SUPPLIES) -> str | None:
-    """Why not now; None where nothing stands against it."""
+    """Return why the device does not train now; None where it does."""
     if not conditions.on_battery and runs_on_battery(supplies):
         return "not now: it runs on its battery"
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
-    if conditions.most_load and load > conditions.most_load:
+    if conditions.max_load and load > conditions.max_load:
         return "not now: it is busy with other work"
     return None
 
 
 def runs_on_battery(supplies: Path = SUPPLIES) -> bool:
-    """Whether a battery gives power and no mains does; no on a machine without batteries."""
+    """Return whether a battery gives power and no mains does; False on a machine without batteries."""
     if not supplies.is_dir():
         return False
     each = [
@@ -84,130 +92,134 @@ def _word(path: Path) -> str:
 
 
 class DeviceConfig(NamedTuple):
-    """What a device's owner decided."""
+    """The settings that a device's owner chose."""
 
     name: str
     data: Data  # where its samples are
-    folder: Path  # for its state, a folder for each run
+    folder: Path  # for its states, one subfolder per run
     budget: float = 0.0
     protection: Protection = Protection()
     share_accuracy: bool = False
     conditions: Conditions = Conditions()
 
 
-def participant_for(owner: DeviceConfig, job: Job, run: str) -> Participant:
-    """The device as a run's participant; InputError where its data does not fit the job."""
-    path = Path(owner.data.file)
-    source = fitted(load_source(owner.data), job, path)
-    source = source._replace(device=np.zeros(len(source.y), np.int64), names=(owner.name,))
+def make_participant(config: DeviceConfig, job: Job, run: str) -> Participant:
+    """Return the device as a participant of a run; InputError where its data does not fit the job."""
+    path = Path(config.data.file)
+    source = fit_to_job(load_source(config.data), job, path)
+    source = source._replace(device=np.zeros(len(source.y), np.int64), names=(config.name,))
     seed = job.config.run.seed
     try:
-        federation = federate(source, Shares(test=owner.data.test), normalise=job.scaling is not None, seed=seed)
+        federation = federate(source, Shares(test=config.data.test), normalise=job.scaling is not None, seed=seed)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
-    terms = server_terms(job)
-    holdings = held(federation, terms)
-    make_folder(owner.folder, private=True)
-    folder = owner.folder / run
-    if not folder.exists() and sum(1 for _ in owner.folder.iterdir()) >= MOST_RUNS:
-        raise InputError(f"{owner.folder}: holds the states of {MOST_RUNS} runs; remove those that are not needed")
+    terms = job_terms(job)
+    local_data = local_data_from(federation, terms)
+    make_folder(config.folder, private=True)
+    folder = config.folder / run
+    if not folder.exists() and sum(1 for _ in config.folder.iterdir()) >= MAX_RUNS_STORED:
+        raise InputError(
+            f"{config.folder}: holds the states of {MAX_RUNS_STORED} runs; remove those that are not needed"
+        )
     make_folder(folder, private=True)
     write_whole(folder / "job.toml", job.text, private=True)  # so that its model can be used without the server
-    protection = strictest(owner.protection, job.protection)
-    return Participant(terms, holdings, folder, owner.budget, protection, owner.share_accuracy)
+    protection = stricter_protection(config.protection, job.protection)
+    return Participant(terms, local_data, folder, config.budget, protection, config.share_accuracy)
 
 
 def predictor(folder: Path) -> Participant:
-    """The personal model that a device has by now, from its own folder (the one that `join` keeps)."""
+    """Return the participant of the latest run in a device's folder, with its personal model and no samples."""
     jobs = sorted(folder.glob("*/job.toml"), key=lambda path: path.stat().st_mtime)
     if not jobs:
         raise InputError(f"{folder}: has no job yet; is it a device's folder, and has the device joined?")
     job = read_job(jobs[-1].read_text(encoding="utf-8"), str(jobs[-1]))
-    terms = server_terms(job)
-    return Participant(terms, no_holdings(terms, job.shape), jobs[-1].parent)
+    terms = job_terms(job)
+    return Participant(terms, empty_local_data(terms, job.shape), jobs[-1].parent)
 
 
 def inputs_for(job: Job, x: NDArray[Any], where: Path) -> Tensor:
-    """Samples as the job's network is given them."""
+    """Return samples as the job's network takes them."""
     if x.ndim != len(job.shape) + 1 or x.shape[1:] != job.shape:
         raise InputError(f"{where}: an input has shape {list(x.shape[1:])} where the job's is {list(job.shape)}")
     if not np.issubdtype(x.dtype, np.number) or not np.isfinite(x).all():
-        raise InputError(f"{where}: has inputs that are no finite numbers")
+        raise InputError(f"{where}: has inputs that are not finite numbers")
     given = torch.from_numpy(np.ascontiguousarray(x)).to(torch.float32)
     return given if job.scaling is None else normalise(given, *(torch.tensor(t).to(given) for t in job.scaling))
 
 
 def job_of(participant: Participant) -> Job:
-    """The job that a predictor belongs to."""
+    """Return the job of a participant, from its folder."""
     path = participant.folder / "job.toml"
     return read_job(path.read_text(encoding="utf-8"), str(path))
 
 
 class Handler:
-    """Answers messages; the last job's participant stays ready between them."""
+    """Handles messages; the last job's participant is kept between them."""
 
-    def __init__(self, owner: DeviceConfig, clock: Clock = time.monotonic) -> None:
-        self._owner, self._clock = owner, clock
+    def __init__(self, config: DeviceConfig, clock: Clock = time.monotonic) -> None:
+        self._config, self._clock = config, clock
         self._ready: tuple[tuple[str, str], Participant] | None = None
         self._job: Job | None = None
 
-    def answer(self, content: bytes) -> bytes:
-        """The answer to a message as bytes; RunError where it is no message of ours."""
-        return self.answer_packet(unpack(content, SERVER))
+    def handle(self, content: bytes) -> bytes:
+        """Return the reply to a message, both as bytes; RunError where it is not a message of fedcpsl."""
+        return self.handle_packet(unpack(content, SERVER))
 
-    def answer_packet(self, packet: Packet) -> bytes:
-        """The answer to a message. Whatever it asks for, this process goes on: what fails is logged and refused."""
-        asked = packet.message
+    def handle_packet(self, packet: Packet) -> bytes:
+        """Return the reply to a message. This process always continues: a failure is logged and the message refused."""
+        message = packet.message
         try:
-            return pack(self._respond(asked, packet.job))
+            return pack(self._respond(message, packet.job))
         except Exception as error:
-            LOG.exception("an order could not be carried out")
-            return pack(refusal(asked, f"it failed there ({type(error).__name__}); its own log says how"))
+            LOG.exception("an instruction could not be carried out")
+            return pack(refusal(message, f"it failed there ({type(error).__name__}); its log has the details"))
 
-    def refusal_before_tensors(self, about: About) -> bytes | None:
-        """A refusal, where what stands before a message's tensors shows that they need not be read."""
-        asked = Message(about.header, {})
-        job = self._job_of(about.job, asked)
+    def refusal_before_tensors(self, prefix: MessagePrefix) -> bytes | None:
+        """Return a refusal where the prefix of a message shows that its tensors need not be read; else None."""
+        message = Message(prefix.header, {})
+        job = self._job_of(prefix.job, message)
         if isinstance(job, Message):
             return pack(job)
-        most, _ = message_bytes(job)
-        if about.tensor_bytes <= most:
+        most, _ = max_message_bytes(job)
+        if prefix.tensor_bytes <= most:
             return None
         return pack(
-            refusal(asked, f"the order's tensors have {about.tensor_bytes} bytes; the job's model needs {most}")
+            refusal(
+                message, f"the instruction's tensors have {prefix.tensor_bytes} bytes; the job's model needs {most}"
+            )
         )
 
-    def _respond(self, asked: Message, text: str) -> Message:
-        run = str(asked.header.get("run", ""))
-        job = self._job_of(text, asked)
+    def _respond(self, message: Message, text: str) -> Message:
+        run = str(message.header.get("run", ""))
+        job = self._job_of(text, message)
         if isinstance(job, Message):
             return job
         if not re.fullmatch(r"[0-9A-Za-z]{1,64}", run):
-            return refusal(asked, "its run has no name that a folder could have")
+            return refusal(message, "its run is not a valid folder name")
         if self._ready is None or self._ready[0] != (text, run):
             try:
-                self._ready = (text, run), participant_for(self._owner, job, run)
+                self._ready = (text, run), make_participant(self._config, job, run)
             except (InputError, RunError) as error:  # its text may name files and classes, and quote samples
                 LOG.warning("%s", printable(error))
-                return refusal(asked, UNFIT)
-        reason = reason_to_decline(self._owner.conditions) if asked.header.get("kind") == TRAIN else None
+                return refusal(message, UNFIT)
+        reason = reason_to_decline(self._config.conditions) if message.header.get("kind") == TRAIN else None
         if reason:
-            return refusal(asked, reason, later=True)
-        return respond(self._ready[1], asked, self._clock)
+            return refusal(message, reason, later=True)
+        return respond(self._ready[1], message, self._clock)
 
-    def _job_of(self, text: str, asked: Message) -> Job | Message:
-        """The job of a text, or a refusal of it."""
+    def _job_of(self, text: str, message: Message) -> Job | Message:
+        """Return the job of a text, or a refusal of it."""
         if self._job is None or self._job.text != text:
             try:
                 self._job = read_job(text, "the server's job")
             except InputError as error:
                 LOG.warning("%s", printable(error))
-                return refusal(asked, str(error))
+                return refusal(message, str(error))
         return self._job
 
 
-class Server(NamedTuple):
-    """Where a device's server is, and what the two know each other by; without `ca` and `key`, nothing."""
+class ServerEndpoint(NamedTuple):
+    """A device's server, and the files that authenticate both sides; without `ca` and `key`, neither is."""
 
     host: str
     port: int
@@ -217,22 +229,22 @@ class Server(NamedTuple):
 
     def connect(self) -> HTTPConnection:
         if self.ca is None:
-            return HTTPConnection(self.host, self.port, timeout=ANSWER_S)
-        return HTTPSConnection(self.host, self.port, timeout=ANSWER_S, context=trusting(self.ca))
+            return HTTPConnection(self.host, self.port, timeout=RESPONSE_TIMEOUT_S)
+        return HTTPSConnection(self.host, self.port, timeout=RESPONSE_TIMEOUT_S, context=tls_context(self.ca))
 
     def headers(self, path: str, digest: str = "") -> dict[str, str]:
-        """Who asks. The key is read for every request: one that was renewed is used at once."""
-        who, body = f"{DEVICE}{self.name}", {DIGEST: digest} if digest else {}
+        """Return the headers of a signed request. The key is read every time: a renewed one is used at once."""
+        who, body = f"{DEVICE}{self.name}", {DIGEST_HEADER: digest} if digest else {}
         if self.ca is None or self.key is None:
             return {"Authorization": who} | body
-        from fedcpsl.deployment.signing import Request, signed_line
+        from fedcpsl.deployment.signing import SignedContent, sign_request
 
-        request = Request("POST", path, digest) if digest else Request("POST", path)
-        return {"Authorization": signed_line(who, self.key, self.ca, time.time(), request)} | body
+        request = SignedContent("POST", path, digest) if digest else SignedContent("POST", path)
+        return {"Authorization": sign_request(who, self.key, self.ca, time.time(), request)} | body
 
 
-def trusting(ca: Path) -> ssl.SSLContext:
-    """TLS that trusts one authority alone."""
+def tls_context(ca: Path) -> ssl.SSLContext:
+    """Return a TLS context that trusts only one authority."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         context.load_verify_locations(ca)
@@ -241,59 +253,59 @@ def trusting(ca: Path) -> ssl.SSLContext:
     return context
 
 
-def join(server: str, owner: DeviceConfig, ca: Path | None, key: Path | None, say: Say) -> None:
-    """Take part in whatever the server runs, until interrupted."""
+def run_device(server: str, config: DeviceConfig, ca: Path | None, key: Path | None, notify: Notify) -> None:
+    """Fetch and carry out the server's instructions until interrupted."""
     host, port = split_address(server)
     if ca is None and host not in LOOPBACK:
         raise InputError(f"{server}: without TLS only a server on this machine can be joined; give --keys")
     if ca is not None and key is not None:
-        _check_keys(ca, key, say)
-    make_folder(owner.folder, private=True)
-    handler, place = Handler(owner), Server(host, port, owner.name, ca, key)
-    place.headers(ORDER)  # a key that is none is an error now; later it may be in the middle of being replaced
-    problems, pause = _Problems(say), 0.0
+        _check_keys(ca, key, notify)
+    make_folder(config.folder, private=True)
+    handler, endpoint = Handler(config), ServerEndpoint(host, port, config.name, ca, key)
+    endpoint.headers(INSTRUCTION_PATH)  # an invalid key is an error now; later it may just be being replaced
+    problems, pause = _Problems(notify), 0.0
     while True:
         try:
-            take_part_once(place, handler)
+            process_next_instruction(endpoint, handler)
             problems.over()
             pause = 0.0
         except (InputError, RunError, OSError, HTTPException) as error:
-            problems.say(f"{server}: {problem_of(error)}")
-            pause = min(max(2 * pause, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+            problems.report(f"{server}: {problem_of(error)}")
+            pause = min(max(2 * pause, FIRST_PAUSE_S), MAX_PAUSE_S)
             time.sleep(pause * random.uniform(0.5, 1.0))  # not all devices at once
 
 
-def take_part_once(server: Server, handler: Handler) -> None:
-    """Fetch an order, if there is one, carry it out and send the answer."""
-    order = fetch(server, handler)
-    if order is None:
+def process_next_instruction(server: ServerEndpoint, handler: Handler) -> None:
+    """Fetch an instruction, if there is one, carry it out and send the reply."""
+    instruction = fetch_instruction(server, handler)
+    if instruction is None:
         return
-    answer = order if isinstance(order, bytes) else handler.answer_packet(order)
+    reply = instruction if isinstance(instruction, bytes) else handler.handle_packet(instruction)
     connection = server.connect()
     try:
-        digest = sha256(answer).hexdigest()
-        connection.request("POST", ANSWER, answer, server.headers(ANSWER, digest))
+        digest = sha256(reply).hexdigest()
+        connection.request("POST", REPLY_PATH, reply, server.headers(REPLY_PATH, digest))
         response = connection.getresponse()
-        if response.status not in (204, 409):  # 409: it came too late, which the next order will show
+        if response.status not in (204, 409):  # 409: it came too late, which the next instruction will show
             raise RunError(_refusal(response))
     finally:
         connection.close()
 
 
-def fetch(server: Server, handler: Handler) -> Packet | bytes | None:
-    """The next order; a refusal where it must not even be read; None where there is none by now."""
+def fetch_instruction(server: ServerEndpoint, handler: Handler) -> Packet | bytes | None:
+    """Return the next instruction; a refusal where it must not be read; None where there is none yet."""
     connection = server.connect()
     try:
-        connection.timeout = POLL_S + ANSWER_S
-        connection.request("POST", ORDER, b"", server.headers(ORDER))
+        connection.timeout = LONG_POLL_S + RESPONSE_TIMEOUT_S
+        connection.request("POST", INSTRUCTION_PATH, b"", server.headers(INSTRUCTION_PATH))
         response = connection.getresponse()
         if response.status == 204:
             return None
         if response.status != 200:
             raise RunError(_refusal(response))
-        about = read_about(lambda count: _exactly(response, count), SERVER)
-        refused = handler.refusal_before_tensors(about)
-        return refused or finish(about, _exactly(response, about.tensor_bytes), SERVER)
+        prefix = read_prefix(lambda count: _exactly(response, count), SERVER)
+        refused = handler.refusal_before_tensors(prefix)
+        return refused or read_message(prefix, _exactly(response, prefix.tensor_bytes), SERVER)
     finally:
         connection.close()
 
@@ -301,51 +313,54 @@ def fetch(server: Server, handler: Handler) -> Packet | bytes | None:
 def _exactly(response: HTTPResponse, count: int) -> bytes:
     content = response.read(count)
     if len(content) < count:
-        raise RunError("the line broke in the middle of an order")
+        raise RunError("the connection was closed in the middle of an instruction")
     return content
 
 
 def _refusal(response: HTTPResponse) -> str:
-    """What a server says that gives no order, in words that tell what to do."""
-    said = printable(response.read(4 * LONGEST_PROBLEM).decode(errors="replace"))
+    """Return why a server gave no instruction, and what to do."""
+    text = printable(response.read(4 * MAX_PROBLEM_LENGTH).decode(errors="replace"))
     if response.status == 401:
-        return f"does not let this device in: {said[:LONGEST_PROBLEM]}"
-    if response.status == 404 and "problem" not in said:
-        return "is no server of this fedcpsl (version 0.1 and Flower's SuperLink have no such path); install the same"
-    return f"answers HTTP {response.status}: {said[:LONGEST_PROBLEM]}"
+        return f"does not accept this device: {text[:MAX_PROBLEM_LENGTH]}"
+    if response.status == 404 and "problem" not in text:
+        return (
+            "is not a server of this fedcpsl (version 0.1 and Flower's SuperLink have no such path); install the same"
+        )
+    return f"answers HTTP {response.status}: {text[:MAX_PROBLEM_LENGTH]}"
 
 
 def problem_of(error: Exception) -> str:
+    """Return what is wrong with a connection, and what to do."""
     if isinstance(error, ssl.SSLError):
         return f"{tls_problem(error)} ({error})"
     if isinstance(error, RunError | InputError):
         return str(error)
     if isinstance(error, OSError):
-        return f"cannot be reached ({error.strerror or error}); it is tried for as long as it takes"
-    return f"speaks no HTTP that is understood here ({error}); does it want TLS and --keys, or none?"
+        return f"cannot be reached ({error.strerror or error}); retrying"
+    return f"does not answer in HTTP ({error}); does it want TLS and --keys, or none?"
 
 
 class _Problems:
-    """Says a problem when it is new, and once a minute while it lasts."""
+    """Reports a problem when it is new, and once a minute while it lasts."""
 
-    def __init__(self, say: Say) -> None:
-        self._say, self._last, self._at = say, "", 0.0
+    def __init__(self, notify: Notify) -> None:
+        self._notify, self._last, self._at = notify, "", 0.0
 
-    def say(self, text: str) -> None:
-        if text != self._last or time.monotonic() - self._at > AGAIN_S:
-            self._say(text)
+    def report(self, text: str) -> None:
+        if text != self._last or time.monotonic() - self._at > REPEAT_PROBLEM_S:
+            self._notify(text)
             self._last, self._at = text, time.monotonic()
 
     def over(self) -> None:
         if self._last:
-            self._say("connected")
+            self._notify("connected")
         self._last = ""
 
 
-def _check_keys(ca: Path, key: Path, say: Say) -> None:
-    """As the server does with its own."""
+def _check_keys(ca: Path, key: Path, notify: Notify) -> None:
+    """Check the certificate, and warn about a key that others can read."""
     from fedcpsl.deployment.keys import open_to_others, read_certificate
 
     read_certificate(ca)
     for warning in open_to_others([key]):
-        say(f"warning: {warning}")
+        notify(f"warning: {warning}")

@@ -13,41 +13,41 @@ from fedcpsl.trees import Tree, leaves, map_tensors
 
 
 class Protection(NamedTuple):
-    """Bound the norm of an update, then add Gaussian noise; 0: not."""
+    """How an update is protected: its norm is clipped, then Gaussian noise is added; 0 turns either off."""
 
-    clip: float = 0.0  # largest norm
+    clip: float = 0.0  # maximum norm
     noise: float = 0.0  # standard deviation of each number's noise, in units of `clip`
 
 
 def check_protection(protection: Protection) -> None:
-    """Refuse what protects nobody."""
+    """Refuse numbers that give no protection."""
     if not all(0 <= number < inf for number in protection):
         raise InputError(f"clip = {protection.clip:g}, noise = {protection.noise:g}: give finite numbers of at least 0")
     if protection.noise and not protection.clip:
-        raise InputError(f"noise = {protection.noise:g}: is in units of the largest norm; give clip too")
+        raise InputError(f"noise = {protection.noise:g}: is in units of clip; give clip too")
 
 
 def protect(upload: Tree, protection: Protection) -> Tree:
-    """The update as it is sent, its numbers as one vector; its noise comes from a seed that nobody else can know."""
+    """Return the update as it is sent: clipped as one vector, with noise from a secret random seed."""
     if protection.clip:
-        factor = protection.clip / norm_of(upload).clamp_min(protection.clip)
-        upload = _of_numbers(lambda t: t * factor, upload)
+        factor = protection.clip / update_norm(upload).clamp_min(protection.clip)
+        upload = _map_numbers(lambda t: t * factor, upload)
     if protection.noise:
-        upload = _of_numbers(lambda t: t + protection.clip * protection.noise * _noise(t), upload)
+        upload = _map_numbers(lambda t: t + protection.clip * protection.noise * _noise(t), upload)
     return upload
 
 
-def norm_of(upload: Tree) -> Tensor:
-    """Of all numbers of an update, step counts aside."""
+def update_norm(upload: Tree) -> Tensor:
+    """Return the norm of all numbers of an update, without step counts."""
     return torch.cat([t.flatten() for t in leaves(upload) if t.is_floating_point()]).norm()
 
 
-def scaled(upload: Tree, factor: float) -> Tree:
-    """An update as the server counts it: the same bits on both sides."""
-    return upload if factor == 1 else _of_numbers(lambda t: t * factor, upload)
+def scale_update(upload: Tree, factor: float) -> Tree:
+    """Return an update times the factor that the server counts it with: the same bits on both sides."""
+    return upload if factor == 1 else _map_numbers(lambda t: t * factor, upload)
 
 
-def _of_numbers(change: Callable[[Tensor], Tensor], upload: Tree) -> Tree:
+def _map_numbers(change: Callable[[Tensor], Tensor], upload: Tree) -> Tree:
     return map_tensors(lambda t: change(t) if t.is_floating_point() else t, upload)
 
 
@@ -57,10 +57,10 @@ def _noise(like: Tensor) -> Tensor:
 
 
 def epsilon(noise: float, times: int, delta: float) -> float:
-    """The epsilon, at this delta, of a device that has let go so many updates, against everybody, the server too.
+    """Return the epsilon, at this delta, of a device that has sent `times` updates, also against the server.
 
-    Two devices are told apart by any difference in their data. Their updates, shortened to the norm `clip`, are at most
-    2 clip apart, and the noise has deviation noise * clip: each update is a Gaussian mechanism of multiplier noise/2.
+    Two data sets of one device may differ in any way. Their updates, clipped to the norm `clip`, are at most 2 clip
+    apart, and the noise has standard deviation noise * clip: each update is a Gaussian mechanism of multiplier noise/2.
     """
     if not times:
         return 0.0
@@ -75,18 +75,19 @@ def _accounting() -> Any:
         import dp_accounting
         import dp_accounting.rdp
     except ImportError:
-        raise InputError("noise: epsilon is counted by dp-accounting; run: pip install 'fedcpsl[privacy]'") from None
+        raise InputError("noise: epsilon is computed by dp-accounting; run: pip install 'fedcpsl[privacy]'") from None
     return dp_accounting
 
 
 def check_delta(delta: float) -> None:
+    """Refuse a delta out of range, and a missing dp-accounting."""
     if not 0 < delta < 1:
         raise InputError(f"delta = {delta:g}: give a number between 0 and 1, for example 1e-5")
     _accounting()
 
 
-def strictest(one: Protection, other: Protection) -> Protection:
-    """What satisfies both: the smaller norm, the larger deviation of the noise."""
+def stricter_protection(one: Protection, other: Protection) -> Protection:
+    """Return a protection that satisfies both: the smaller norm, the larger standard deviation of the noise."""
     clip = min(filter(None, (one.clip, other.clip)), default=0.0)
     deviation = max(one.clip * one.noise, other.clip * other.noise)
     return Protection(clip, deviation / clip if clip else 0.0)
