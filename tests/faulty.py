@@ -101,7 +101,16 @@ def failing_disk():
 
 
 FULL = OSError(28, os.strerror(28))
-KINDS = ("lose order", "lose answer", "twice", "late order", "late answer", "kill", "kill and retry", "full disk")
+KINDS = (
+    "lose instruction",
+    "lose reply",
+    "twice",
+    "late instruction",
+    "late reply",
+    "kill",
+    "kill and retry",
+    "full disk",
+)
 
 
 class Faulty:
@@ -110,13 +119,13 @@ class Faulty:
     def __init__(self, devices, disk, faults, present=None):
         self.devices, self.disk, self.faults = devices, disk, faults
         self.present = present or (lambda: list(devices))
-        self.late_orders, self.late_answers, self.refusals = [], [], []
+        self.late_instructions, self.late_replies, self.refusals = [], [], []
 
     def send(self, messages, deadline):
         assert deadline > 0
-        replies, self.late_answers = self.late_answers, []
-        orders, self.late_orders = self.late_orders, []
-        for name, message in orders:
+        replies, self.late_replies = self.late_replies, []
+        instructions, self.late_instructions = self.late_instructions, []
+        for name, message in instructions:
             replies += self.deliver(name, message, None)
         for name, message in messages.items():
             replies += self.deliver(name, over_the_wire(message), self.faults(name, message))
@@ -124,32 +133,32 @@ class Faulty:
 
     def deliver(self, name, message, fault):
         kind, place = fault or ("", 0)
-        if kind == "lose order":
+        if kind == "lose instruction":
             return []
-        if kind == "late order":
-            self.late_orders.append((name, message))
+        if kind == "late instruction":
+            self.late_instructions.append((name, message))
             return []
         if kind.startswith("kill"):
             self.disk.fail(place, Killed())
         if kind == "full disk":
             self.disk.fail(place, FULL)
         try:
-            answers = [self.ask(name, message)]
+            replies = [self.ask(name, message)]
         except Killed:
-            answers = [self.ask(name, message)] if kind.endswith("retry") else []
+            replies = [self.ask(name, message)] if kind.endswith("retry") else []
         self.disk.left = None
         if kind == "twice":
-            answers.append(self.ask(name, message))
-        if kind == "late answer":
-            self.late_answers += [(name, answer) for answer in answers]
+            replies.append(self.ask(name, message))
+        if kind == "late reply":
+            self.late_replies += [(name, reply) for reply in replies]
             return []
-        return [] if kind == "lose answer" else [(name, answer) for answer in answers]
+        return [] if kind == "lose reply" else [(name, reply) for reply in replies]
 
     def ask(self, name, message):
-        answer = over_the_wire(respond(self.devices[name], message))
-        if "reason" in answer.header:
-            self.refusals.append(answer.header["reason"])
-        return answer
+        reply = over_the_wire(respond(self.devices[name], message))
+        if "reason" in reply.header:
+            self.refusals.append(reply.header["reason"])
+        return reply
 
 
 def settled(device, member, epoch=0):

@@ -1,4 +1,4 @@
-"""A device's side of a federation, and what both sides send: jobs, messages as bytes, what no order can do."""
+"""A device's side of a federation, and what both sides send: jobs, messages as bytes, what no instruction can do."""
 
 import json
 import re
@@ -166,17 +166,17 @@ def test_data_that_does_not_fit_the_job_is_refused_and_only_the_device_is_told_w
         assert re.search(words, caplog.messages[-1])
 
 
-def good_order(job=JOB, **changes):
+def good_instruction(job=JOB, **changes):
     terms = job_terms(read_job(job, "job"))
     theta = terms.method.network.initial
-    order = Instruction(
+    instruction = Instruction(
         "r", Attempt(0, 0), TRAIN, digest(terms), Broadcast(theta, torch.zeros_like(theta)), 0, 0, None, 3, 0.0
     )
-    message = instruction_message(order)
+    message = instruction_message(instruction)
     return Message(message.header | changes, message.tensors)
 
 
-ORDERS = {  # what once ended a device's process, or could: the order, and what is said of it
+INSTRUCTIONS = {  # what once ended a device's process, or could: the instruction, and what is said of it
     "seed -1": ({"seed": -1}, "seed = -1"),
     "huge seed": ({"seed": 1 << 70}, "seed = "),
     "device 10^9": ({"device": 1 << 40}, "device = "),
@@ -192,7 +192,7 @@ ORDERS = {  # what once ended a device's process, or could: the order, and what 
 }
 JOBS = {
     "deep TOML": ("a = " + "[" * 50_000, "nested too deeply"),
-    "a long text": ("#" * (1 << 19), "at most"),
+    "a long text": ("#" * (1 << 19), "the maximum is"),
     "a shift of another length": (JOB.replace("shift = 0.5", "shift = [0.5, 1.0]"), "shift has shape [2]"),
     "a scale with more dimensions": (JOB.replace("scale = 2.0", "scale = [[2.0]]"), "scale has shape [1, 1]"),
     "a huge hidden layer": (JOB.replace("hidden = [5]", "hidden = [1000000000]"), "parameters"),
@@ -208,15 +208,15 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("case", ORDERS)
-def test_an_order_that_cannot_be_carried_out_is_refused_and_the_device_goes_on(case, tmp_path):
-    changes, words = ORDERS[case]
-    handler, order = Handler(owner(tmp_path)), good_order(**changes)
-    said = answer_to(handler, order.header, JOB, order.tensors).header
+@pytest.mark.parametrize("case", INSTRUCTIONS)
+def test_an_instruction_that_cannot_be_carried_out_is_refused_and_the_device_goes_on(case, tmp_path):
+    changes, words = INSTRUCTIONS[case]
+    handler, instruction = Handler(owner(tmp_path)), good_instruction(**changes)
+    said = answer_to(handler, instruction.header, JOB, instruction.tensors).header
     assert said["kind"] == REFUSAL
     assert words in said["reason"]
     assert not (tmp_path.parent / "etc").exists()
-    assert answer_to(handler, good_order().header, JOB, good_order().tensors).header["kind"] == TRAIN
+    assert answer_to(handler, good_instruction().header, JOB, good_instruction().tensors).header["kind"] == TRAIN
 
 
 @pytest.mark.parametrize("case", JOBS)
@@ -226,8 +226,8 @@ def test_a_job_that_cannot_be_done_is_refused_by_name_and_the_device_goes_on(cas
     said = answer_to(handler, {"run": "r", "round": 0, "attempt": 0}, text).header
     assert said["kind"] == REFUSAL
     assert words in said["reason"]
-    assert handler.refusal_before_tensors(read_about_of(good_order(), text)) is not None
-    assert answer_to(handler, good_order().header, JOB, good_order().tensors).header["kind"] == TRAIN
+    assert handler.refusal_before_tensors(read_about_of(good_instruction(), text)) is not None
+    assert answer_to(handler, good_instruction().header, JOB, good_instruction().tensors).header["kind"] == TRAIN
 
 
 def read_about_of(message, job):
@@ -240,26 +240,26 @@ def read_about_of(message, job):
     return read_prefix(read, "it")
 
 
-def test_whatever_fails_while_an_order_is_carried_out_is_logged_and_refused(tmp_path, monkeypatch, caplog):
+def test_whatever_fails_while_an_instruction_is_carried_out_is_logged_and_refused(tmp_path, monkeypatch, caplog):
     def out_of_memory(*_):
         raise MemoryError
 
     handler = Handler(owner(tmp_path))
     with monkeypatch.context() as patched:
         patched.setattr("fedcpsl.deployment.device_process.respond", out_of_memory)
-        said = answer_to(handler, good_order().header, JOB, good_order().tensors).header
+        said = answer_to(handler, good_instruction().header, JOB, good_instruction().tensors).header
     assert (said["kind"], said["reason"]) == (REFUSAL, "it failed there (MemoryError); its log has the details")
     assert "MemoryError" in caplog.text
-    assert answer_to(handler, good_order().header, JOB, good_order().tensors).header["kind"] == TRAIN
+    assert answer_to(handler, good_instruction().header, JOB, good_instruction().tensors).header["kind"] == TRAIN
 
 
-def test_an_order_larger_than_the_model_is_refused_before_it_is_read(tmp_path):
+def test_an_instruction_larger_than_the_model_is_refused_before_it_is_read(tmp_path):
     job = read_job(JOB, "job")
     assert parameters_of(job) == 6 * 5 + 5 + 5 * 3 + 3 == 53
     assert max_message_bytes(job) == (2 * 53 * 4, 53 * 4)
     handler = Handler(owner(tmp_path))
-    assert handler.refusal_before_tensors(read_about_of(good_order(), JOB)) is None
-    large = Message(good_order().header, {"theta": torch.zeros(107)})
+    assert handler.refusal_before_tensors(read_about_of(good_instruction(), JOB)) is None
+    large = Message(good_instruction().header, {"theta": torch.zeros(107)})
     said = unpack(handler.refusal_before_tensors(read_about_of(large, JOB)), "it").message.header
     assert said["reason"] == "the instruction's tensors have 428 bytes; the job's model needs 424"
     assert MAX_PARAMETERS * 4 == 1 << 30
@@ -401,8 +401,8 @@ def test_a_device_keeps_the_states_of_some_runs_only(tmp_path, monkeypatch, capl
     handler = Handler(owner(tmp_path))
     kinds = []
     for run in ("r1", "r2", "r3", "r1"):
-        order = good_order(run=run)
-        kinds.append(answer_to(handler, order.header, JOB, order.tensors).header["kind"])
+        instruction = good_instruction(run=run)
+        kinds.append(answer_to(handler, instruction.header, JOB, instruction.tensors).header["kind"])
     assert kinds[:3] == [TRAIN, TRAIN, REFUSAL]
     assert "holds the states of 2 runs" in caplog.text
 

@@ -1,4 +1,4 @@
-"""Devices behind a transport give the simulator's answer; what is wrong is refused and named."""
+"""Devices behind a transport give the simulator's result; what is wrong is refused and named."""
 
 import threading
 from dataclasses import replace
@@ -54,7 +54,7 @@ def served(setup, folder, transport, **chosen):
 def lost_as_in_the_simulator(_name, message):
     round, index = message.header["round"], message.header["device"]
     lost = message.header["kind"] == TRAIN and stream(SEED, "upload", round, index).random() < LOSS_RATE
-    return ("lose answer", 0) if lost else None
+    return ("lose reply", 0) if lost else None
 
 
 def nothing_fails(_name, _message):
@@ -145,7 +145,7 @@ def test_a_run_that_is_over_can_be_given_more_rounds(tmp_path):
 
 
 class Tampering:
-    """A loopback in which the training answers of phone-1 are replaced by what `change` makes of them."""
+    """A loopback in which the training replies of phone-1 are replaced by what `change` makes of them."""
 
     def __init__(self, devices, change):
         self.inner, self.change = LoopbackTransport(devices), change
@@ -172,8 +172,8 @@ BAD = {
     "has dtype torch.float32 where the model has torch.float64": with_delta(torch.Tensor.float),
     "its norm is": with_delta(lambda t: t * 1e6),
     "belongs to another run": with_header(run="other"),
-    "is to round 0, which is over": with_header(round=0),
-    "is to round 1, attempt 2": with_header(attempt=1),
+    "is for round 0, which is over": with_header(round=0),
+    "is for round 1, attempt 2": with_header(attempt=1),
     "speaks protocol 99": with_header(protocol=99),
     "delta is missing": lambda m: Message(m.header, {}),
     "extra is not expected": lambda m: Message(m.header, m.tensors | {"extra": m.tensors["delta"]}),
@@ -220,14 +220,14 @@ def test_a_bad_answer_is_a_dropout_with_a_name_and_a_reason(reason, tmp_path):
 
 def test_what_a_device_says_cannot_forge_a_log():
     setup = make(work=replace(WORK, active=5, rounds=1))
-    order = the_order(setup)
+    instruction = an_instruction(setup)
     header = {"protocol": 2, "run": "r", "round": 0, "attempt": 0, "kind": "refusal", "reason": "no\nERROR " * 200}
-    said = read_reply(Message(header | {"later": False}, {}), "phone-1", order, terms_of(setup)).reason
+    said = read_reply(Message(header | {"later": False}, {}), "phone-1", instruction, terms_of(setup)).reason
     assert "\n" not in said
     assert len(said) <= 300
 
 
-def the_order(setup, attempt=(0, 0), counted=None, kind=TRAIN, steps=4, run="r", budget=0.0):
+def an_instruction(setup, attempt=(0, 0), counted=None, kind=TRAIN, steps=4, run="r", budget=0.0):
     theta = setup.method.network.initial
     device = UNSET if kind == HELLO else 1
     c = torch.zeros_like(theta) if kind == TRAIN else theta[:0]
@@ -245,8 +245,8 @@ def the_order(setup, attempt=(0, 0), counted=None, kind=TRAIN, steps=4, run="r",
     )
 
 
-def refusal(device, order, **changes):
-    message = instruction_message(order)
+def refusal(device, instruction, **changes):
+    message = instruction_message(instruction)
     reply = respond(device, Message(message.header | changes, message.tensors))
     assert reply.header["kind"] == "refusal"
     return reply.header["reason"]
@@ -255,25 +255,25 @@ def refusal(device, order, **changes):
 def test_a_device_refuses_what_it_cannot_follow(tmp_path):
     setup = make()
     device = participants(setup, tmp_path)["phone-1"]
-    assert "speaks protocol 1" in refusal(device, the_order(setup), protocol=1)
-    assert "settings are not this device's" in refusal(device, the_order(setup), settings="0123")
-    assert "unknown kind" in refusal(device, the_order(setup), kind="dance")
-    assert "asks for 0 steps" in refusal(device, the_order(setup, steps=0))
-    assert "state is gone" in refusal(device, the_order(setup, (4, 0), counted=(3, 0)))
-    nan = the_order(setup)
+    assert "speaks protocol 1" in refusal(device, an_instruction(setup), protocol=1)
+    assert "settings are not this device's" in refusal(device, an_instruction(setup), settings="0123")
+    assert "unknown kind" in refusal(device, an_instruction(setup), kind="dance")
+    assert "asks for 0 steps" in refusal(device, an_instruction(setup, steps=0))
+    assert "state is missing" in refusal(device, an_instruction(setup, (4, 0), counted=(3, 0)))
+    nan = an_instruction(setup)
     assert "not finite" in refusal(device, nan._replace(broadcast=map_tensors(lambda t: t * torch.nan, nan.broadcast)))
     assert load_device_state(device.folder, device.terms) is None
 
-    carry_out(device, the_order(setup, (4, 0)))
-    assert "holds the state of run r" in refusal(device, the_order(setup, (5, 0), run="s"))
-    assert "is past it" in refusal(device, the_order(setup, (3, 0)))
-    assert "is past it" in refusal(device, the_order(setup, (4, 0), kind=END))
-    assert "older copy" in refusal(device, the_order(setup, (5, 0), counted=(3, 0)))
+    carry_out(device, an_instruction(setup, (4, 0)))
+    assert "holds the state of run r" in refusal(device, an_instruction(setup, (5, 0), run="s"))
+    assert "has already trained in" in refusal(device, an_instruction(setup, (3, 0)))
+    assert "has already trained in" in refusal(device, an_instruction(setup, (4, 0), kind=END))
+    assert "older copy" in refusal(device, an_instruction(setup, (5, 0), counted=(3, 0)))
     fewer = device._replace(local_data=device.local_data._replace(x_labelled=device.local_data.x_labelled[:0]))
-    assert "joined with 1 labelled" in refusal(fewer, the_order(setup, (5, 0)))
-    carry_out(device, the_order(setup, (5, 0), counted=(4, 0)))
-    carry_out(device, the_order(setup, (6, 0), counted=(5, 0)))
-    assert "forgotten" in refusal(device, the_order(setup, (6, 0), kind=HELLO))
+    assert "joined with 1 labelled" in refusal(fewer, an_instruction(setup, (5, 0)))
+    carry_out(device, an_instruction(setup, (5, 0), counted=(4, 0)))
+    carry_out(device, an_instruction(setup, (6, 0), counted=(5, 0)))
+    assert "forgotten" in refusal(device, an_instruction(setup, (6, 0), kind=HELLO))
     assert load_device_state(device.folder, device.terms).counted == Attempt(5, 0)
 
 
@@ -294,23 +294,25 @@ def test_settings_that_must_agree_do(tmp_path):
     assert "settings are not" in state.dropouts["phone-2"]
 
 
-def test_a_repeated_order_gets_the_same_answer_and_changes_nothing(tmp_path):
+def test_a_repeated_instruction_gets_the_same_reply_and_changes_nothing(tmp_path):
     setup = make()
     device = participants(setup, tmp_path, protection=Protection(clip=0.1, noise=1.0), share_accuracy=True)["phone-1"]
-    order = the_order(setup)
-    said, kept = carry_out(device, order), (device.folder / "device.safetensors").read_bytes()
-    again = carry_out(device, order)
+    instruction = an_instruction(setup)
+    said, kept = carry_out(device, instruction), (device.folder / "device.safetensors").read_bytes()
+    again = carry_out(device, instruction)
     assert torch.equal(said.upload.delta, again.upload.delta)
     assert said._replace(upload=None) == again._replace(upload=None)
     assert (device.folder / "device.safetensors").read_bytes() == kept
 
 
-def test_orders_at_the_same_time_wait_for_each_other(tmp_path):
+def test_instructions_at_the_same_time_wait_for_each_other(tmp_path):
     setup = make()
     device = participants(setup, tmp_path)["phone-1"]
     said = []
     with lock_device_folder(device.folder):
-        both = [threading.Thread(target=lambda: said.append(carry_out(device, the_order(setup)))) for _ in range(2)]
+        both = [
+            threading.Thread(target=lambda: said.append(carry_out(device, an_instruction(setup)))) for _ in range(2)
+        ]
         for thread in both:
             thread.start()
         both[0].join(0.2)
@@ -356,14 +358,14 @@ def test_a_budget_bounds_the_steps(tmp_path):
     for budget, asked, done in ((0.0, 6, 6), (1.0, 6, 1), (5.0, 6, 4), (100.0, 6, 6), (5.0, 2, 2)):
         now = [0.0]
         device = participants(setup, tmp_path / f"{budget}-{asked}", budget=budget)["phone-1"]
-        assert carry_out(device, the_order(setup, steps=asked), ticking).steps == done
+        assert carry_out(device, an_instruction(setup, steps=asked), ticking).steps == done
         now = [0.0]
         told = participants(setup, tmp_path / f"told-{budget}-{asked}", budget=1e6)["phone-1"]
-        short = carry_out(told, the_order(setup, steps=asked, budget=budget), ticking)
+        short = carry_out(told, an_instruction(setup, steps=asked, budget=budget), ticking)
         assert short.steps == done
     # fewer steps are the first ones of the same draw
     alone = participants(setup, tmp_path / "alone")["phone-1"]
-    assert torch.equal(carry_out(alone, the_order(setup, steps=2)).upload.delta, short.upload.delta)
+    assert torch.equal(carry_out(alone, an_instruction(setup, steps=2)).upload.delta, short.upload.delta)
 
 
 def test_c_i_is_made_from_what_was_sent(tmp_path):
@@ -372,10 +374,10 @@ def test_c_i_is_made_from_what_was_sent(tmp_path):
     for chosen in (Protection(clip=0.01), Protection(clip=0.01, noise=2.0)):
         device = participants(setup, tmp_path / f"{chosen}", protection=chosen)["phone-1"]
         theta = setup.method.network.initial
-        order = the_order(setup, steps=1)._replace(broadcast=Broadcast(theta, torch.full_like(theta, 0.5)))
-        sent = carry_out(device, order).upload.delta
+        instruction = an_instruction(setup, steps=1)._replace(broadcast=Broadcast(theta, torch.full_like(theta, 0.5)))
+        sent = carry_out(device, instruction).upload.delta
         assert (sent.norm() < 0.01 + 1e-12) == (chosen.noise == 0)
-        carry_out(device, the_order(setup, (1, 0), counted=(0, 0)))
+        carry_out(device, an_instruction(setup, (1, 0), counted=(0, 0)))
         assert torch.allclose(
             load_device_state(device.folder, device.terms).committed.c, -(0.5 + sent / 0.05), rtol=1e-12
         )
@@ -397,7 +399,7 @@ def test_protection_that_means_nothing_is_refused(tmp_path):
     setup = make()
     device = participants(setup, tmp_path, protection=Protection(noise=1.0))["phone-1"]
     with pytest.raises(InputError, match="give clip too"):
-        carry_out(device, the_order(setup))
+        carry_out(device, an_instruction(setup))
 
 
 def test_noise_keeps_the_invariant(tmp_path):
@@ -431,7 +433,7 @@ def test_a_round_without_its_quorum_is_repeated_with_others(tmp_path):
         kind, round, attempt = (message.header[key] for key in ("kind", "round", "attempt"))
         if kind == TRAIN:
             asked.append((round, attempt, name))
-        return ("lose answer", 0) if kind == TRAIN and round == 0 and attempt < 2 and name != "phone-0" else None
+        return ("lose reply", 0) if kind == TRAIN and round == 0 and attempt < 2 and name != "phone-0" else None
 
     transport, seen = Faulty(devices, Disk(), silent_at_first), []
     for state in serve(terms_of(setup), rules(setup, min_devices=5, quorum=2), tmp_path / "server", transport):
@@ -482,15 +484,19 @@ def test_a_second_server_keeps_off(tmp_path):
 def test_a_model_that_blows_up_is_refused_on_the_device_and_its_state_stays(tmp_path):
     setup = make(eta=1e308)
     device = participants(setup, tmp_path)["phone-1"]
-    carry_out(device, the_order(setup, kind=HELLO))
+    carry_out(device, an_instruction(setup, kind=HELLO))
     before = (device.folder / "device.safetensors").read_bytes()
-    assert "no longer a finite number" in refusal(device, the_order(setup, steps=40))
+    assert "no longer a finite number" in refusal(device, an_instruction(setup, steps=40))
     assert (device.folder / "device.safetensors").read_bytes() == before
 
 
-def test_orders_survive_their_message():
+def test_instructions_survive_their_message():
     setup = make()
-    for order in (the_order(setup, (2, 1), counted=(1, 0)), the_order(setup, kind=HELLO), the_order(setup, kind=END)):
-        again = read_instruction(instruction_message(order), terms_of(setup))
-        assert all(map(torch.equal, leaves(order.broadcast), leaves(again.broadcast)))
-        assert order._replace(broadcast=None) == again._replace(broadcast=None)
+    for instruction in (
+        an_instruction(setup, (2, 1), counted=(1, 0)),
+        an_instruction(setup, kind=HELLO),
+        an_instruction(setup, kind=END),
+    ):
+        again = read_instruction(instruction_message(instruction), terms_of(setup))
+        assert all(map(torch.equal, leaves(instruction.broadcast), leaves(again.broadcast)))
+        assert instruction._replace(broadcast=None) == again._replace(broadcast=None)

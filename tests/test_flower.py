@@ -79,7 +79,7 @@ def test_every_algorithm_gives_the_simulators_answer_through_flowers_messages(na
     devices = participants(setup, tmp_path)
     transport = GridTransport(FakeGrid(through_flower(devices), list(devices)), "")
     with failing_disk():
-        *_, last = serve(terms_of(setup), rules(setup, least=5), tmp_path / "server", transport)
+        *_, last = serve(terms_of(setup), rules(setup, min_devices=5), tmp_path / "server", transport)
     assert_same(setup, last, devices)
 
 
@@ -102,7 +102,7 @@ def test_late_failed_and_foreign_answers_are_losses(tmp_path):
     transport = GridTransport(FakeGrid(answer, list(devices)), "")
     problems = {}
     with failing_disk():
-        chosen = rules(setup, least=5, quorum=0, deadline=0.01)
+        chosen = rules(setup, min_devices=5, quorum=0, deadline=0.01)
         for state in serve(terms_of(setup), chosen, tmp_path / "server", transport):
             problems |= state.dropouts
     assert "did not reply within" in problems["phone-0"]
@@ -140,7 +140,7 @@ def test_arrays_of_another_kind_are_refused():
 
 def test_a_device_whose_process_is_gone_names_no_file(tmp_path):
     """Flower tells the server what its client app raises."""
-    message = FlowerMessage(to_record(b"order"), 7, "train", ttl=5.0)
+    message = FlowerMessage(to_record(b"instruction"), 7, "train", ttl=5.0)
     with pytest.raises(RunError) as raised:
         client.handle_message(message, SimpleNamespace(node_config={"socket": str(tmp_path / "door")}))
     assert str(raised.value) == "the device's own process could not be reached; is `fedcpsl join` running?"

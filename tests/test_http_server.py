@@ -57,9 +57,9 @@ class Place:
 
     def offer(self, kind=TRAIN, names=("ann",), deadline=20.0):
         """Orders for some devices, in a thread; what comes of them is in the list that is given back."""
-        orders = {name: Message({"run": "r", "round": 1, "attempt": 0, "kind": kind}, {}) for name in names}
+        instructions = {name: Message({"run": "r", "round": 1, "attempt": 0, "kind": kind}, {}) for name in names}
         found = []
-        thread = threading.Thread(target=lambda: found.extend(self.mailbox.send(orders, deadline)), daemon=True)
+        thread = threading.Thread(target=lambda: found.extend(self.mailbox.send(instructions, deadline)), daemon=True)
         thread.start()
         return thread, found
 
@@ -76,12 +76,12 @@ def answer_of(size=1000, **header):
     return pack(Message(about, {"delta": torch.zeros(size)}))
 
 
-def test_an_order_and_its_answer(place):
+def test_an_instruction_and_its_reply(place):
     thread, found = place.offer()
-    code, order = place.ask(INSTRUCTION_PATH)
-    assert (code, unpack(order, "it").job) == (200, "the job")
+    code, instruction = place.ask(INSTRUCTION_PATH)
+    assert (code, unpack(instruction, "it").job) == (200, "the job")
     again = unpack(place.ask(INSTRUCTION_PATH)[1], "it")  # as often as it is asked for
-    assert again == unpack(order, "it")
+    assert again == unpack(instruction, "it")
     assert place.ask(REPLY_PATH, answer_of())[0] == 204
     thread.join(10)
     ((name, message),) = found
@@ -90,7 +90,7 @@ def test_an_order_and_its_answer(place):
     assert place.ask(REPLY_PATH, answer_of())[0] == 409  # it is not awaited any more
 
 
-def test_an_order_is_given_as_soon_as_it_is_there(place):
+def test_an_instruction_is_given_as_soon_as_it_is_there(place):
     found = []
     asking = threading.Thread(target=lambda: found.append((place.ask(INSTRUCTION_PATH), time.monotonic())))
     asking.start()
@@ -130,7 +130,7 @@ def test_a_request_without_a_key_is_refused_before_its_body_is_read(place):
 
 
 @pytest.mark.parametrize(("kind", "most"), [(TRAIN, UPDATE + MAX_PLAIN_REPLY_BYTES), (HELLO, MAX_PLAIN_REPLY_BYTES)])
-def test_an_answer_larger_than_what_was_asked_for_is_refused_before_it_is_read(place, kind, most):
+def test_a_reply_larger_than_what_was_asked_for_is_refused_before_it_is_read(place, kind, most):
     thread, found = place.offer(kind)
     connection = place.connect()
     request = SignedContent("POST", REPLY_PATH, "ab" * 32)
@@ -167,7 +167,7 @@ def test_a_body_without_a_length_is_refused(place):
     ],
     ids=["another digest", "no message", "a broken message"],
 )
-def test_an_answer_that_is_none_is_a_fault(place, body, digest, words):
+def test_a_reply_that_is_none_is_a_fault(place, body, digest, words):
     thread, found = place.offer()
     code, said = place.ask(REPLY_PATH, body, digest=digest)
     assert (code, words in json.loads(said)["problem"]) == (400, True)
@@ -176,7 +176,7 @@ def test_an_answer_that_is_none_is_a_fault(place, body, digest, words):
     assert lost.fault
 
 
-def test_an_answer_to_an_earlier_order_is_late_and_the_new_order_stays(place):
+def test_a_reply_to_an_earlier_instruction_is_late_and_the_new_instruction_stays(place):
     thread, found = place.offer()
     assert place.ask(REPLY_PATH, answer_of(round=0))[0] == 409
     assert place.ask(REPLY_PATH, answer_of())[0] == 204
@@ -185,7 +185,7 @@ def test_an_answer_to_an_earlier_order_is_late_and_the_new_order_stays(place):
 
 
 def test_who_is_revoked_is_shut_out_at_once(place):
-    """Also where it waits for an order at that moment, and where the server waits for its answer."""
+    """Also where it waits for an instruction at that moment, and where the server waits for its answer."""
     waiting = []
     asking = threading.Thread(target=lambda: waiting.append(place.ask(INSTRUCTION_PATH)))
     asking.start()
@@ -245,8 +245,8 @@ class Clock:
 def test_after_a_start_devices_have_time_to_connect():
     clock = Clock()
     mailbox = Mailbox("", 0, clock=clock)
-    found, order = [], {"ann": Message({"kind": HELLO}, {})}
-    thread = threading.Thread(target=lambda: found.extend(mailbox.send(order, 1000)), daemon=True)
+    found, instruction = [], {"ann": Message({"kind": HELLO}, {})}
+    thread = threading.Thread(target=lambda: found.extend(mailbox.send(instruction, 1000)), daemon=True)
     thread.start()
     thread.join(1)
     assert found == []
@@ -254,7 +254,7 @@ def test_after_a_start_devices_have_time_to_connect():
     thread.join(10)
     assert found == [("ann", Lost("it is not connected"))]
     clock.now = 0.0
-    late = list(mailbox.send(order, 0.0))
+    late = list(mailbox.send(instruction, 0.0))
     assert late == []  # time was up: the loop says that it did not answer
 
 
@@ -262,7 +262,7 @@ def test_a_fault_of_ours_is_said_and_not_told(place, monkeypatch):
     def fail(*_):
         raise ZeroDivisionError("in /srv/secret")
 
-    monkeypatch.setattr(place.mailbox, "next_order", fail)
+    monkeypatch.setattr(place.mailbox, "next_instruction", fail)
     code, said = place.ask(INSTRUCTION_PATH)
     assert (code, json.loads(said)) == (500, {"problem": "the server failed; its log says how"})
     assert any("POST /v2/order failed: ZeroDivisionError: in /srv/secret" in text for text in place.said)

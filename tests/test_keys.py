@@ -173,7 +173,7 @@ def test_the_authority_key_must_be_there_and_belong(folder, tmp_path):
         keys.make_server_certificate(folder, ["a"])
     keys.make_authority(tmp_path / "other")
     shutil.copy(tmp_path / "other" / "ca.key", folder)
-    with pytest.raises(InputError, match="belong together"):
+    with pytest.raises(InputError, match="restore the matching pair"):
         keys.make_server_certificate(folder, ["a"])
     assert not (folder / "server.key").exists()
 
@@ -255,23 +255,23 @@ def test_without_cryptography_the_command_says_what_to_install(tmp_path):
     assert "pip install 'fedcpsl[federation]'" in done.stderr
 
 
-ORDER = SignedContent("POST", "/v2/order")
+FETCH = SignedContent("POST", "/v2/order")
 
 
 def line(folder, name, key=None):
-    return sign_request(f"device/{name}", key or folder / "devices" / name, folder / "ca.crt", time.time(), ORDER)
+    return sign_request(f"device/{name}", key or folder / "devices" / name, folder / "ca.crt", time.time(), FETCH)
 
 
 def test_a_revoked_key_is_let_in_no_more(folder):
     signed = line(folder, "phone-1")
-    assert verify_request(signed, folder, time.time(), ORDER).who == "device/phone-1"
+    assert verify_request(signed, folder, time.time(), FETCH).who == "device/phone-1"
     public = (folder / "devices" / "phone-1.pub").read_text()
     keys.revoke_device(folder, "phone-1")
     with pytest.raises(RunError, match="this key was revoked"):
-        verify_request(signed, folder, time.time(), ORDER)
+        verify_request(signed, folder, time.time(), FETCH)
     (folder / "devices" / "phone-1.pub").write_text(public)  # somebody puts it back: the key stays revoked
     with pytest.raises(RunError, match="this key was revoked"):
-        verify_request(signed, folder, time.time(), ORDER)
+        verify_request(signed, folder, time.time(), FETCH)
     assert keys.revoked_devices(folder) == {"phone-1"}
     assert keys.forgotten_devices(folder) == set()
     with pytest.raises(InputError, match="has no key here to revoke; there are: phone-1"):
@@ -282,7 +282,7 @@ def test_a_device_can_be_given_another_key_after_that(folder):
     keys.revoke_device(folder, "phone-1", forget=True)
     (folder / "devices" / "phone-1").unlink()
     keys.make_device_key(folder, "phone-1")
-    assert verify_request(line(folder, "phone-1"), folder, time.time(), ORDER).who == "device/phone-1"
+    assert verify_request(line(folder, "phone-1"), folder, time.time(), FETCH).who == "device/phone-1"
     assert keys.revoked_devices(folder) == set()
     assert keys.forgotten_devices(folder) == {"phone-1"}
 

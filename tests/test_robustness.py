@@ -40,7 +40,7 @@ def fast_disk():
 
 
 class Hostile:
-    """A loopback in which some devices' answers are changed."""
+    """A loopback in which some devices' replies are changed."""
 
     def __init__(self, devices, change, names=("phone-1",)):
         self.inner, self.change, self.names = LoopbackTransport(devices), change, names
@@ -142,7 +142,7 @@ def test_limits_that_are_none(limits):
         check_limits(limits)
 
 
-def answer(delta, steps=1):
+def reply(delta, steps=1):
     return Reply("r", Attempt(0, 0), TRAIN, steps=steps, upload=Upload(delta, torch.tensor(steps)))
 
 
@@ -153,27 +153,27 @@ def test_an_update_is_judged_by_the_round_and_by_what_was_before(active):
     unit = torch.zeros(terms.parameters, dtype=terms.dtype)
     unit[0] = 0.05  # eta, at one step
     before = [member(f"p{i}", 10, rate=1.0) for i in range(5)]
-    updates = {f"p{i}": answer(unit) for i in range(active - 1)} | {"p4": answer(31 * unit)}
+    updates = {f"p{i}": reply(unit) for i in range(active - 1)} | {"p4": reply(31 * unit)}
     judged = judge(terms, Limits(), before, updates)
     assert set(judged.refused) == {"p4"}
     assert (
         "'p4' is refused: its rate ||update|| / (eta Q~) is 31, more than 30 times the median of 1"
         in judged.refused["p4"]
     )
-    assert judge(terms, Limits(), before, updates | {"p4": answer(29 * unit)}).refused == {}
+    assert judge(terms, Limits(), before, updates | {"p4": reply(29 * unit)}).refused == {}
     assert set(judge(terms, Limits("clipped"), before, updates).refused) == {"p4"}
-    clipped = judge(terms, Limits("clipped"), before, updates | {"p4": answer(20 * unit)})
+    clipped = judge(terms, Limits("clipped"), before, updates | {"p4": reply(20 * unit)})
     assert clipped.refused == {}
     assert clipped.factors["p4"] == pytest.approx(1 / 20)
-    assert judge(terms, Limits("none"), before, {"p4": answer(1e30 * unit)}).refused == {}
+    assert judge(terms, Limits("none"), before, {"p4": reply(1e30 * unit)}).refused == {}
 
 
 def test_the_very_first_update_is_bounded_too():
     terms = terms_of(make())
     ones = torch.ones(terms.parameters, dtype=terms.dtype)
-    assert "changes the parameters by 11 each" in judge(terms, Limits(), [], {"a": answer(11 * ones)}).refused["a"]
-    assert judge(terms, Limits(), [], {"a": answer(9 * ones)}).refused == {}
-    two = judge(terms, Limits(), [], {"a": answer(0.01 * ones), "b": answer(9 * ones)})
+    assert "changes the parameters by 11 (root" in judge(terms, Limits(), [], {"a": reply(11 * ones)}).refused["a"]
+    assert judge(terms, Limits(), [], {"a": reply(9 * ones)}).refused == {}
+    two = judge(terms, Limits(), [], {"a": reply(0.01 * ones), "b": reply(9 * ones)})
     assert set(two.refused) == {"b"}
 
 
@@ -268,8 +268,8 @@ def test_c_is_the_mean_of_what_was_counted(tmp_path_factory, aggregation, factor
         kept = load_device_state(device.folder, device.terms)
         steps = sent.header["steps"]
         upload = Upload(sent.tensors["delta"], torch.tensor(steps))
-        answer = kept.pending.reply._replace(upload=upload, steps=steps)
-        save_device_state(device.folder, kept._replace(pending=kept.pending._replace(reply=answer)))
+        reply = kept.pending.reply._replace(upload=upload, steps=steps)
+        save_device_state(device.folder, kept._replace(pending=kept.pending._replace(reply=reply)))
         return sent
 
     transport = Hostile(devices, lambda message: change(devices["phone-1"], message))
@@ -373,7 +373,7 @@ def test_a_device_is_forgotten_with_its_weight(tmp_path):
             gone.append("phone-2")
     first = next(s for s in states if s.roster and s.roster[2].forgotten)
     assert first.events == ("forgotten: phone-2; control variates are reset to 0",)
-    assert first.members == 4
+    assert first.device_count == 4
     assert first.samples == states[-3].samples == sum(m.labelled + m.unlabelled for m in state.roster) - 6
     assert state.roster[2].counted is None
     assert load_device_state(devices["phone-2"].folder, devices["phone-2"].terms).epoch == 0
@@ -440,8 +440,8 @@ def test_states_of_the_version_before_are_gone_on_with(tmp_path):
     save_tensors(folder / STATE_FILE, tensors, old)
     kept = load_device_state(devices["phone-1"].folder, devices["phone-1"].terms)
     state = load_server_state(folder, terms_of(setup))
-    order = draw_instructions(terms_of(setup), rules(setup), state)["phone-1"]
-    respond(devices["phone-1"], instruction_message(order))
+    instruction = draw_instructions(terms_of(setup), rules(setup), state)["phone-1"]
+    respond(devices["phone-1"], instruction_message(instruction))
     pending = load_device_state(devices["phone-1"].folder, devices["phone-1"].terms)
     pending_of = devices["phone-1"]
     after = resolve_pending(pending_of.terms, pending, Attempt(3, 0)).committed.c
@@ -468,7 +468,7 @@ def test_late_answers_are_no_offence(tmp_path):
     setup = make(work=ALL)
     devices = participants(setup, tmp_path)
     transport = Faulty(
-        devices, Disk(), lambda name, m: ("late answer", 0) if name == "phone-1" and m.header["kind"] == TRAIN else None
+        devices, Disk(), lambda name, m: ("late reply", 0) if name == "phone-1" and m.header["kind"] == TRAIN else None
     )
     last = served(setup, tmp_path, transport)[-1]
     assert last.round == 6

@@ -118,7 +118,7 @@ def test_without_a_key_nothing_is_told(place):
     assert (without.returncode, "operator.key: cannot be read" in without.stderr) == (2, True)
     shown = ask(place, "--insecure")
     assert (shown.returncode, shown.stdout) == (1, "")
-    assert "does it want TLS and --keys" in shown.stderr
+    assert "does it need TLS and --keys" in shown.stderr
 
 
 def get(place, method, path, line=None):

@@ -337,7 +337,7 @@ def problem_of(error: Exception) -> str:
         return str(error)
     if isinstance(error, OSError):
         return f"cannot be reached ({error.strerror or error}); retrying"
-    return f"does not answer in HTTP ({error}); does it want TLS and --keys, or none?"
+    return f"does not answer in HTTP ({error}); does it need TLS and --keys, or neither?"
 
 
 class _Problems:
