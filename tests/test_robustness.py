@@ -25,7 +25,7 @@ from fedcpsl.federation.robustness import (
     update_rate,
 )
 from fedcpsl.federation.server import EXCLUDED_ROUNDS, MAX_OFFENCES, draw_instructions
-from fedcpsl.federation.server_store import STATE_FILE, DeviceRecord, earlier_rounds, go_back, load_server_state
+from fedcpsl.federation.server_store import SERVER_FILE, DeviceRecord, earlier_rounds, go_back, load_server_state
 from fedcpsl.runs.checkpoint import load_tensors, save_tensors
 
 from .faulty import WORK, Disk, Faulty, failing_disk, gap, make, participants, rules
@@ -419,10 +419,10 @@ def test_a_damaged_state_can_be_left_behind(tmp_path):
     setup = make(work=ALL)
     devices, folder = participants(setup, tmp_path), tmp_path / "server"
     list(serve(terms_of(setup), rules(setup, min_devices=5), folder, LoopbackTransport(devices)))
-    raw = bytearray((folder / STATE_FILE).read_bytes())
+    raw = bytearray((folder / SERVER_FILE).read_bytes())
     raw[-1] ^= 1
-    (folder / STATE_FILE).unlink()  # the newest kept state is the same file, so it is not written through
-    (folder / STATE_FILE).write_bytes(raw)
+    (folder / SERVER_FILE).unlink()  # the newest kept state is the same file, so it is not written through
+    (folder / SERVER_FILE).write_bytes(raw)
     with pytest.raises(RunError, match=r"checksum.*go back .*--back-to ROUND: 2, 3, 4, 5, 6"):
         load_server_state(folder, terms_of(setup))
     assert go_back(folder, terms_of(setup), 6).round == 6
@@ -434,10 +434,10 @@ def test_states_of_the_version_before_are_gone_on_with(tmp_path):
     setup = make(work=ALL)
     devices, folder = participants(setup, tmp_path), tmp_path / "server"
     list(serve(terms_of(setup), rules(setup, min_devices=5, rounds=3), folder, LoopbackTransport(devices)))
-    tensors, header = load_tensors(folder / STATE_FILE)
+    tensors, header = load_tensors(folder / SERVER_FILE)
     header["roster"] = [each[:5] for each in json.loads(json.dumps(header["roster"]))]
     old = {name: header[name] for name in ("run", "settings", "turn", "begun", "roster")}
-    save_tensors(folder / STATE_FILE, tensors, old)
+    save_tensors(folder / SERVER_FILE, tensors, old)
     kept = load_device_state(devices["phone-1"].folder, devices["phone-1"].terms)
     state = load_server_state(folder, terms_of(setup))
     instruction = draw_instructions(terms_of(setup), rules(setup), state)["phone-1"]

@@ -33,7 +33,7 @@ rounds = {rounds}
 active = {active}
 """
 LABELLED_SHARE = 0.1
-TIMEOUT_S = 900.0
+DEMO_TIMEOUT_S = 900.0
 
 
 def prepare_demo(folder: Path, devices: int, rounds: int) -> list[str]:
@@ -74,7 +74,7 @@ def run_demo(folder: Path, names: list[str], show: Callable[[Mapping[str, Any]],
         for name in names:
             joined = ["join", f"127.0.0.1:{port}", "--data", f"{name}.npz", "--name", name, "--keys", "keys"]
             running.enter_context(_process(folder, name, *joined, "--share-accuracy"))
-        end, seen = time.monotonic() + TIMEOUT_S, 0.0
+        end, seen = time.monotonic() + DEMO_TIMEOUT_S, 0.0
         while time.monotonic() < end and server.poll() is None:
             if (folder / "server" / "status.json").exists():
                 status = read_status(folder / "server")

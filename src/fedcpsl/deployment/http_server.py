@@ -50,14 +50,14 @@ OLD_CLIENT = (
 )
 AsgiMessage = MutableMapping[str, Any]
 Send = Callable[[AsgiMessage], Awaitable[None]]
-DeviceNames = Callable[[], set[str]]
+RevokedNames = Callable[[], set[str]]
 
 
 class Mailbox:
     """The loop's transport: passes instructions and replies between it and the HTTP server's thread."""
 
     def __init__(
-        self, job: str, update_bytes: int, revoked: DeviceNames = set, clock: Callable[[], float] = time.monotonic
+        self, job: str, update_bytes: int, revoked: RevokedNames = set, clock: Callable[[], float] = time.monotonic
     ):
         self._job, self._update_bytes, self._revoked, self._clock = job, update_bytes, revoked, clock
         self._lock = threading.Lock()

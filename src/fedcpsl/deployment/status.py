@@ -13,7 +13,7 @@ from fedcpsl.errors import InputError, RunError
 
 PUBLIC_FIELDS = ("round", "rounds", "over", "updated", "waiting_for")
 PUBLIC_DEVICE_FIELDS = ("name", "labelled", "unlabelled", "online", "last_counted", "accuracy")
-TIMEOUT_S = 10.0  # for the server's answer
+STATUS_TIMEOUT_S = 10.0  # for the server's answer
 MAX_STATUS_BYTES = 1 << 24
 LATE = "late, or its reply was refused"
 
@@ -74,9 +74,9 @@ def _authorization(who: str, key: Path | None, ca: Path | None) -> str:
 def _get(host: str, port: int, ca: Path | None, line: str) -> tuple[int, dict[str, Any]]:
     """Return the status code and the JSON object of the answer, {} where it is none."""
     connection = (
-        HTTPConnection(host, port, timeout=TIMEOUT_S)
+        HTTPConnection(host, port, timeout=STATUS_TIMEOUT_S)
         if ca is None
-        else HTTPSConnection(host, port, timeout=TIMEOUT_S, context=ssl.create_default_context(cafile=ca))
+        else HTTPSConnection(host, port, timeout=STATUS_TIMEOUT_S, context=ssl.create_default_context(cafile=ca))
     )
     try:
         connection.request("GET", STATUS_PATH, headers={"Authorization": line} if line else {})

@@ -42,7 +42,7 @@ from fedcpsl.runs.files import make_folder
 from fedcpsl.trees import Tree, map_tensors, named_leaves, rebuilt
 
 LOG = logging.getLogger("fedcpsl")
-STATE_FILE = "device.safetensors"
+DEVICE_FILE = "device.safetensors"
 
 
 class PendingUpload(NamedTuple):
@@ -296,14 +296,14 @@ def save_device_state(folder: Path, state: DeviceState) -> None:
         tensors |= {f"pending.{name}": t for name, t in sent_tensors(pending.reply.upload).items()}
         tensors |= {} if pending.c is None else {"pending.c": pending.c}
         header["pending"] = [*pending.reply.attempt, pending.reply.steps, pending.reply.accuracy]
-    save_tensors(folder / STATE_FILE, tensors, header, private=True)
+    save_tensors(folder / DEVICE_FILE, tensors, header, private=True)
 
 
 def load_device_state(folder: Path, terms: Terms) -> DeviceState | None:
     """Return what `save_device_state` wrote; None where there is no file yet."""
-    if not (folder / STATE_FILE).exists():
+    if not (folder / DEVICE_FILE).exists():
         return None
-    tensors, numbers = load_tensors(folder / STATE_FILE)
+    tensors, numbers = load_tensors(folder / DEVICE_FILE)
     header = dict[str, Any](numbers)
     shapes = shapes_of(terms)
     try:
@@ -322,7 +322,7 @@ def load_device_state(folder: Path, terms: Terms) -> DeviceState | None:
         )
     except KeyError as error:
         raise RunError(
-            f"{folder / STATE_FILE}: not the state of a device of this version: {error} is missing"
+            f"{folder / DEVICE_FILE}: not the state of a device of this version: {error} is missing"
         ) from error
 
 

@@ -17,7 +17,7 @@ from fedcpsl.runs.checkpoint import load_tensors, save_tensors
 from fedcpsl.schedule import Sizes
 from fedcpsl.trees import Tree, named_leaves, rebuilt
 
-STATE_FILE = "server.safetensors"
+SERVER_FILE = "server.safetensors"
 EARLIER_FOLDER = "earlier"  # with the states of earlier rounds
 KEPT_STATES = 5  # earlier ones
 
@@ -84,15 +84,15 @@ def save_server_state(folder: Path, state: ServerState) -> None:
     Only this one can be resumed: devices may have acted on it. The states of some earlier rounds are kept beside it
     for `go_back`.
     """
-    names = ("run", "settings", "begun", "roster", "epoch", "failures")
-    header: dict[str, Any] = {name: getattr(state, name) for name in names} | {"turn": state.attempt}
-    save_tensors(folder / STATE_FILE, named_leaves(state.server), header, private=True)
+    header: dict[str, Any] = {"run": state.run, "settings": state.settings, "turn": state.attempt, "begun": state.begun}
+    header |= {"roster": state.roster, "epoch": state.epoch, "failures": state.failures}
+    save_tensors(folder / SERVER_FILE, named_leaves(state.server), header, private=True)
     _keep_state(folder, state.round)
 
 
 def load_server_state(folder: Path, terms: Terms) -> ServerState | None:
     """Return what `save_server_state` wrote; None where there is no file yet."""
-    path = folder / STATE_FILE
+    path = folder / SERVER_FILE
     if not path.exists():
         return None
     try:
@@ -123,7 +123,7 @@ def go_back(folder: Path, terms: Terms, round: int) -> ServerState:
         raise InputError(f"--back-to {round}: {folder} has no state of that round; there are: {kept}")
     old = _load(path, terms)
     try:
-        newest = _load(folder / STATE_FILE, terms)
+        newest = _load(folder / SERVER_FILE, terms)
     except RunError:
         newest = old
     state = restart_control_variates(newest, terms)
@@ -179,9 +179,9 @@ def _keep_state(folder: Path, round: int) -> None:
     path.parent.mkdir(mode=0o700, exist_ok=True)
     path.unlink(missing_ok=True)
     try:
-        os.link(folder / STATE_FILE, path)
+        os.link(folder / SERVER_FILE, path)
     except OSError:  # a file system without links
-        shutil.copyfile(folder / STATE_FILE, path)
+        shutil.copyfile(folder / SERVER_FILE, path)
     for old in earlier_rounds(folder)[:-KEPT_STATES]:
         with suppress(FileNotFoundError):
             _earlier_path(folder, old).unlink()
