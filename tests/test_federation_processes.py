@@ -61,7 +61,7 @@ def test_two_devices_and_a_stranger(federation):
     """The simulator's answer to 1e-6; a device with a key that the server does not have never gets in."""
     desk, _ = federation
     folder = desk.folder
-    assert [member.name for member in desk.serving().roster] in (["dev0", "dev1"], ["dev1", "dev0"])
+    assert [member.name for member in desk.server_state().roster] in (["dev0", "dev1"], ["dev1", "dev0"])
     assert furthest(desk) < 1e-6
     assert desk.invariant_gap() < 1e-6
     assert "all rounds are done" in (folder / "server.log").read_text()
@@ -115,7 +115,7 @@ def test_nothing_leaves_a_device_but_what_is_explained(federation, name):
         assert job == ""
         told |= said | set(tensors)
     sizes = [packets[0].message.header[key] for key in ("labelled", "unlabelled")]
-    assert sizes == [desk.kept(name).labelled, desk.kept(name).unlabelled]
+    assert sizes == [desk.device_state(name).labelled, desk.device_state(name).unlabelled]
     text = explained(desk, *(["--share-accuracy"] if shares else []))
     promised = {key for key, words in EXPLAINED.items() if re.search(rf"(?<!\(){re.escape(words)}", text)}
     assert promised == told
@@ -129,7 +129,7 @@ def test_no_sample_label_state_or_path_is_in_what_was_sent(federation, name):
     sent = b"|".join(recorders[name].sent)
     deltas = [packet.message.tensors["delta"].numpy().tobytes() for packet in sent_by(name, recorders)[1:3]]
     assert all(delta in sent for delta in deltas)  # what is sent is found so
-    kept, data = desk.kept(name), np.load(desk.folder / f"{name}.npz")
+    kept, data = desk.device_state(name), np.load(desk.folder / f"{name}.npz")
     private = {"theta_lc": kept.committed.theta_lc, "c_i": kept.committed.c, "pseudo-labels": kept.nu.reshape(-1)}
     for what, numbers in private.items():
         assert len(numbers) >= 8
@@ -154,11 +154,11 @@ def test_a_server_goes_back(federation):
     refused = subprocess.run([*wrong, "--port", "0"], cwd=desk.folder, capture_output=True, text=True)
     assert refused.returncode == 2
     assert "--back-to 77: server/server has no state of that round; there are: 0, 1, 2" in refused.stderr
-    before = desk.serving()
+    before = desk.server_state()
     desk.serve("--back-to", "1")
     try:
         desk.wait_for_word("server", "back to the state after 1 rounds; control variates are reset to 0", LONGEST_S)
-        state = desk.serving()
+        state = desk.server_state()
         assert (state.round, state.epoch > before.epoch, bool(state.server.c.any())) == (1, True, False)
         assert [m.name for m in state.roster] == [m.name for m in before.roster]
     finally:
@@ -179,10 +179,10 @@ def test_another_algorithm_over_real_processes(tmp_path):
         assert desk.processes["server"].wait(LONGEST_S) == 0
     finally:
         desk.close()
-    state = desk.serving()
+    state = desk.server_state()
     assert list(state.server._fields) == ["theta"]
     for name in desk.names:
-        kept = desk.kept(name)
+        kept = desk.device_state(name)
         assert kept.active_rounds == 2
         assert not torch.equal(kept.committed.v, kept.received.theta)
     asked = subprocess.run(

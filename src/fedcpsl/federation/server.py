@@ -91,7 +91,7 @@ class CollectedReplies(NamedTuple):
 def serve(
     terms: Terms, rules: RoundRules, folder: Path, transport: Transport, to_forget: DeviceNames = tuple
 ) -> Iterator[ServerState]:
-    """Yield the state at the start, after every attempt, and finally after the devices were told that the run is over.
+    """Yield the state at the start, after every attempt, and after the last instruction to all devices, `over`.
 
     A state in `folder` is resumed. Until `rules.min_devices` devices have joined, attempts only admit devices. An
     attempt without quorum is yielded too: its round stays, its number is incremented, and nothing was counted. The
