@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedcpsl.deployment.addresses import free_port
+from fedcpsl.deployment.endpoints import free_port
 from fedcpsl.runs.environment import cpu_name, git_commit
 
 PARAMETERS = 199210

@@ -25,13 +25,11 @@ import torch
 
 from fedcpsl import Algorithm, Data, Run, Work, load_federation, mlp, prepare
 from fedcpsl.errors import RunError
-from fedcpsl.federation import Message, Participant, Rules, serve, terms_of
-from fedcpsl.federation.device_store import load_kept
-from fedcpsl.federation.local_data import holdings_of
-from fedcpsl.federation.local_round import log_predictions
-from fedcpsl.federation.loopback import Loopback
+from fedcpsl.federation import Message, Participant, RoundRules, serve, terms_of
+from fedcpsl.federation.device import LoopbackTransport, load_device_state
+from fedcpsl.federation.local_training import local_data_of, log_predictions
 from fedcpsl.federation.messages import TRAIN
-from fedcpsl.federation.robustness import AGGREGATIONS, BY_COORDINATE, Limits, lower_median
+from fedcpsl.federation.robustness import AGGREGATIONS, COORDINATE_WISE, Limits, lower_median
 from fedcpsl.runs.environment import cpu_name, git_commit
 
 DEVICES, ROUNDS = 10, 30
@@ -41,7 +39,7 @@ ROWS = (*AGGREGATIONS, "clipped, no control variates")
 class Hostile(NamedTuple):
     """A loopback in which some devices multiply their updates."""
 
-    inner: Loopback
+    inner: LoopbackTransport
     names: frozenset[str]
     times: float
 
@@ -66,7 +64,7 @@ def federate(aggregation: str, hostile: int, times: float, seed: int, folder: Pa
     """One federation, from its first round to its last, or to where it cannot go on."""
     data = Data(dataset="digits", devices=DEVICES, classes_per_device=3, partition="classes")
     rule, _, switch = aggregation.partition(", ")
-    off = {"control_variates": False} if switch or rule in BY_COORDINATE else {}
+    off = {"control_variates": False} if switch or rule in COORDINATE_WISE else {}
     torch.manual_seed(seed)
     setup = prepare(
         load_federation(data, seed=seed),
@@ -76,22 +74,22 @@ def federate(aggregation: str, hostile: int, times: float, seed: int, folder: Pa
         Run(seed=seed, executor="sequential", processes=1, device="cpu"),
     )
     devices = {
-        name: Participant(terms_of(setup, i), holdings_of(setup, i), folder / name)
+        name: Participant(terms_of(setup, i), local_data_of(setup, i), folder / name)
         for i, name in enumerate(setup.names)
     }
     bad = frozenset(list(devices)[:hostile])
-    rules = Rules(ROUNDS, seed, deadline=60.0, least=DEVICES, limits=Limits(aggregation=rule))
+    rules = RoundRules(ROUNDS, seed, deadline=60.0, min_devices=DEVICES, limits=Limits(aggregation=rule))
     ended = False
     try:
-        for state in serve(terms_of(setup), rules, folder / "server", Hostile(Loopback(devices), bad, times)):
+        for state in serve(terms_of(setup), rules, folder / "server", Hostile(LoopbackTransport(devices), bad, times)):
             last = state
     except RunError:
         ended = True
     right_global = right = tests = 0
     own = []
     for name in sorted(set(devices) - bad):
-        device, kept = devices[name], load_kept(devices[name].folder, devices[name].terms)
-        x, y = device.holdings.x_test, device.holdings.y_test
+        device, kept = devices[name], load_device_state(devices[name].folder, devices[name].terms)
+        x, y = device.local_data.x_test, device.local_data.y_test
         guessed = device.terms.method.network.log_probabilities(last.server.theta, x).argmax(-1)
         right_global, tests = right_global + int((guessed == y).sum()), tests + len(y)
         mixed = log_predictions(device.terms, kept.received, kept.committed, x).argmax(-1)
@@ -115,13 +113,13 @@ def honest_spread(seed: int, data: Data, work: Work) -> list[float]:
     limits, ratios = Limits(aggregation="none"), []
     with tempfile.TemporaryDirectory() as folder:
         devices = {
-            name: Participant(terms_of(setup, i), holdings_of(setup, i), Path(folder) / name)
+            name: Participant(terms_of(setup, i), local_data_of(setup, i), Path(folder) / name)
             for i, name in enumerate(setup.names)
         }
-        largest = max(device.holdings.labelled + device.holdings.unlabelled for device in devices.values())
+        largest = max(device.local_data.labelled + device.local_data.unlabelled for device in devices.values())
         limits = limits._replace(largest_samples=largest)
-        rules = Rules(work.rounds, seed, deadline=60.0, least=len(devices), limits=limits)
-        for state in serve(terms_of(setup), rules, Path(folder) / "server", Loopback(devices)):
+        rules = RoundRules(work.rounds, seed, deadline=60.0, min_devices=len(devices), limits=limits)
+        for state in serve(terms_of(setup), rules, Path(folder) / "server", LoopbackTransport(devices)):
             votes = {m.name: m.rate for m in state.roster if m.rate is not None}
             ratios += [votes[name] / lower_median(list(votes.values())) for name in state.counted]
     return ratios

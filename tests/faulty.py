@@ -12,9 +12,9 @@ from safetensors.torch import load, save
 
 from fedcpsl import config, storage
 from fedcpsl.algorithms import all_algorithms, traits_of
-from fedcpsl.federation import Message, Participant, Rules, respond, terms_of
-from fedcpsl.federation.device_store import load_kept, restarted, settle
-from fedcpsl.federation.local_data import holdings_of
+from fedcpsl.federation import Message, Participant, RoundRules, respond, terms_of
+from fedcpsl.federation.device import load_device_state, resolve_pending, restart_epoch
+from fedcpsl.federation.local_training import local_data_of
 from fedcpsl.simulation import prepare
 
 from .conftest import small_federation, small_model
@@ -38,13 +38,13 @@ def make(name="fedcpsl", *, work=WORK, model=None, dtype="float64", **numbers):
 
 def participants(setup, folder, **chosen):
     return {
-        name: Participant(terms_of(setup, i), holdings_of(setup, i), folder / name, **chosen)
+        name: Participant(terms_of(setup, i), local_data_of(setup, i), folder / name, **chosen)
         for i, name in enumerate(setup.names)
     }
 
 
 def rules(setup, **chosen):
-    return Rules(**{"rounds": setup.rounds, "seed": setup.seed, "deadline": 9.0, "least": 1} | chosen)
+    return RoundRules(**{"rounds": setup.rounds, "seed": setup.seed, "deadline": 9.0, "min_devices": 1} | chosen)
 
 
 def over_the_wire(message):
@@ -100,7 +100,16 @@ def failing_disk():
 
 
 FULL = OSError(28, os.strerror(28))
-KINDS = ("lose order", "lose answer", "twice", "late order", "late answer", "kill", "kill and retry", "full disk")
+KINDS = (
+    "lose instruction",
+    "lose reply",
+    "twice",
+    "late instruction",
+    "late reply",
+    "kill",
+    "kill and retry",
+    "full disk",
+)
 
 
 class Faulty:
@@ -109,13 +118,13 @@ class Faulty:
     def __init__(self, devices, disk, faults, present=None):
         self.devices, self.disk, self.faults = devices, disk, faults
         self.present = present or (lambda: list(devices))
-        self.late_orders, self.late_answers, self.refusals = [], [], []
+        self.late_instructions, self.late_replies, self.refusals = [], [], []
 
     def send(self, messages, deadline):
         assert deadline > 0
-        replies, self.late_answers = self.late_answers, []
-        orders, self.late_orders = self.late_orders, []
-        for name, message in orders:
+        replies, self.late_replies = self.late_replies, []
+        instructions, self.late_instructions = self.late_instructions, []
+        for name, message in instructions:
             replies += self.deliver(name, message, None)
         for name, message in messages.items():
             replies += self.deliver(name, over_the_wire(message), self.faults(name, message))
@@ -123,39 +132,39 @@ class Faulty:
 
     def deliver(self, name, message, fault):
         kind, place = fault or ("", 0)
-        if kind == "lose order":
+        if kind == "lose instruction":
             return []
-        if kind == "late order":
-            self.late_orders.append((name, message))
+        if kind == "late instruction":
+            self.late_instructions.append((name, message))
             return []
         if kind.startswith("kill"):
             self.disk.fail(place, Killed())
         if kind == "full disk":
             self.disk.fail(place, FULL)
         try:
-            answers = [self.ask(name, message)]
+            replies = [self.ask(name, message)]
         except Killed:
-            answers = [self.ask(name, message)] if kind.endswith("retry") else []
+            replies = [self.ask(name, message)] if kind.endswith("retry") else []
         self.disk.left = None
         if kind == "twice":
-            answers.append(self.ask(name, message))
-        if kind == "late answer":
-            self.late_answers += [(name, answer) for answer in answers]
+            replies.append(self.ask(name, message))
+        if kind == "late reply":
+            self.late_replies += [(name, reply) for reply in replies]
             return []
-        return [] if kind == "lose answer" else [(name, answer) for answer in answers]
+        return [] if kind == "lose reply" else [(name, reply) for reply in replies]
 
     def ask(self, name, message):
-        answer = over_the_wire(respond(self.devices[name], message))
-        if "reason" in answer.header:
-            self.refusals.append(answer.header["reason"])
-        return answer
+        reply = over_the_wire(respond(self.devices[name], message))
+        if "reason" in reply.header:
+            self.refusals.append(reply.header["reason"])
+        return reply
 
 
 def settled(device, member, epoch=0):
     """What a device will have kept once it hears what the server counted, or that control variates start again."""
-    kept = load_kept(device.folder, device.terms)
-    kept = kept if kept.epoch == epoch else restarted(device.terms, kept, epoch)
-    return settle(device.terms, kept, member.counted, member.factor)
+    kept = load_device_state(device.folder, device.terms)
+    kept = kept if kept.epoch == epoch else restart_epoch(device.terms, kept, epoch)
+    return resolve_pending(device.terms, kept, member.counted, member.factor)
 
 
 def gap(state, devices):

@@ -16,10 +16,10 @@ from sklearn.datasets import load_digits
 
 from fedcpsl.data.federation import Federation
 from fedcpsl.data.split import LABELLED, TEST, UNLABELLED
-from fedcpsl.deployment.addresses import free_port
-from fedcpsl.deployment.job import read_job, server_terms
-from fedcpsl.federation.device_store import load_kept
-from fedcpsl.federation.server_store import load_serving
+from fedcpsl.deployment.endpoints import free_port
+from fedcpsl.deployment.job import job_terms, read_job
+from fedcpsl.federation.device import load_device_state
+from fedcpsl.federation.server_store import load_server_state
 from fedcpsl.models import make_model
 from fedcpsl.schedule import stream
 from fedcpsl.simulation import prepare, simulate
@@ -135,22 +135,22 @@ class Desk:
 
     # what is on disk
 
-    def serving(self):
-        terms = server_terms(self.job)
-        return load_serving(self.folder / "server" / "server", terms)
+    def server_state(self):
+        terms = job_terms(self.job)
+        return load_server_state(self.folder / "server" / "server", terms)
 
     @property
     def job(self):
         return read_job((self.folder / "job.toml").read_text(), "job.toml")
 
-    def kept(self, name: str):
+    def device_state(self, name: str):
         (folder,) = (self.folder / "devices" / name).iterdir()
-        return load_kept(folder, server_terms(self.job))
+        return load_device_state(folder, job_terms(self.job))
 
     def invariant_gap(self) -> float:
         """|c - sum_i w_i c_i|, after every device knows what was counted."""
-        state = self.serving()
-        total = sum(m.samples / state.samples * self.kept(m.name).committed.c for m in state.roster)
+        state = self.server_state()
+        total = sum(m.samples / state.samples * self.device_state(m.name).committed.c for m in state.roster)
         return float((state.server.c - total).abs().max())
 
 
@@ -165,7 +165,7 @@ def samples_of(i: int, devices: int) -> dict:
 
 def simulated(desk: Desk):
     """The simulator's last state, its devices in the order in which the real ones joined."""
-    job, roster = desk.job, [member.name for member in desk.serving().roster]
+    job, roster = desk.job, [member.name for member in desk.server_state().roster]
     parts = [np.load(desk.folder / f"{name}.npz") for name in roster]
     x, y, test = (np.concatenate([p[key] for p in parts]) for key in ("x", "y", "test"))
     device = np.concatenate([np.full(len(p["y"]), i) for i, p in enumerate(parts)])
@@ -181,9 +181,9 @@ def simulated(desk: Desk):
 
 def furthest(desk: Desk) -> float:
     """The largest difference between the federation's theta, c, c_i and theta_lc and the simulator's."""
-    state, reference = desk.serving(), simulated(desk)
+    state, reference = desk.server_state(), simulated(desk)
     pairs = [(state.server.theta, reference.server.theta), (state.server.c, reference.server.c)]
     for i, member in enumerate(state.roster):
-        kept, own = desk.kept(member.name).committed, reference.device(i)
+        kept, own = desk.device_state(member.name).committed, reference.device(i)
         pairs += [(kept.theta_lc, own.theta_lc), (kept.c, own.c)]
     return max(float((a - b).abs().max()) for a, b in pairs)

@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from fedcpsl.deployment.addresses import free_port
+from fedcpsl.deployment.endpoints import free_port
 from tests.federation_desk import Desk, furthest
 
 PAGE = Path(__file__).parents[1] / "docs" / "federation.md"

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedcpsl.deployment.job import server_terms
-from fedcpsl.federation.device_store import settle
+from fedcpsl.deployment.job import job_terms
+from fedcpsl.federation.device import resolve_pending
 from tests.federation_desk import Desk, furthest
 
 
@@ -52,7 +52,7 @@ def odd_devices(folder: Path) -> None:
     finally:
         desk.close()
     said = (folder / "server.log").read_text()
-    state = desk.serving()
+    state = desk.server_state()
     assert state.round == 10
     assert late in [member.name for member in state.roster]
     assert len(state.roster) == 7
@@ -68,8 +68,10 @@ def odd_devices(folder: Path) -> None:
 
 def gap_of(desk: Desk, state) -> float:
     """|c - sum_i w_i c_i|, with every c_i as it is once the device knows what the server counted."""
-    terms = server_terms(desk.job)
-    known = {m.name: settle(terms, desk.kept(m.name), m.counted, m.factor).committed.c for m in state.roster}
+    terms = job_terms(desk.job)
+    known = {
+        m.name: resolve_pending(terms, desk.device_state(m.name), m.counted, m.factor).committed.c for m in state.roster
+    }
     total = sum(m.samples / state.samples * known[m.name] for m in state.roster)
     return float((state.server.c - total).abs().max())
 
@@ -112,16 +114,16 @@ def main() -> None:
         finally:
             desk.close()
         print(f"{status['round']} rounds in {time.monotonic() - began:.0f} s with {len(kills)} kills")
-        state = desk.serving()
+        state = desk.server_state()
         assert state.round == chosen.rounds
         assert len(state.roster) == chosen.devices
-        behind = [m.name for m in state.roster if desk.kept(m.name).counted != m.counted]
+        behind = [m.name for m in state.roster if desk.device_state(m.name).counted != m.counted]
         print(f"devices that have not yet heard of their last counted round: {behind or 'none'}")
         gap = gap_of(desk, state)
         print(f"|c - sum_i w_i c_i| = {gap:.2e}")
         assert gap < 1e-5
         for member in state.roster:
-            assert np.isfinite(desk.kept(member.name).committed.theta_lc.numpy()).all()
+            assert np.isfinite(desk.device_state(member.name).committed.theta_lc.numpy()).all()
         if chosen.calm:
             print(f"furthest from the simulator: {furthest(desk):.2e}")
             assert furthest(desk) < 1e-6

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fedcpsl.deployment.addresses import free_port
+from fedcpsl.deployment.endpoints import free_port
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 UNITS = sorted(DEPLOY.glob("*.service"))
@@ -116,11 +116,11 @@ def configuration(folder, keys, front, back):
 def front(tmp_path_factory):
     """A port where a real nginx listens, before a stand-in for the server with the same certificate."""
     pytest.importorskip("cryptography", reason="cryptography is not installed: pip install 'fedcpsl[federation]'")
-    from fedcpsl.deployment import certificates
+    from fedcpsl.deployment import keys
 
     folder = tmp_path_factory.mktemp("nginx")
-    certificates.make_authority(folder)
-    certificates.make_server_certificate(folder, ["fl.example.org"])
+    keys.make_authority(folder)
+    keys.make_server_certificate(folder, ["fl.example.org"])
     upstream = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Upstream)
     secured = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     secured.load_cert_chain(folder / "server.crt", folder / "server.key")

@@ -1,4 +1,4 @@
-"""A device's side of a federation, and what both sides send: jobs, messages as bytes, what no order can do."""
+"""A device's side of a federation, and what both sides send: jobs, messages as bytes, what no instruction can do."""
 
 import json
 import re
@@ -15,19 +15,17 @@ from hypothesis import strategies as st
 from fedcpsl.algorithms.family import Broadcast
 from fedcpsl.cli import run_command
 from fedcpsl.config import Data
-from fedcpsl.deployment.conditions import Conditions, reason_to_decline
-from fedcpsl.deployment.device_process import UNFIT, DeviceConfig, Handler, predictor
-from fedcpsl.deployment.job import LARGEST_MODEL, message_bytes, parameters_of, read_job, server_terms
-from fedcpsl.deployment.rounds import pause_after, rounds
-from fedcpsl.deployment.wire import LARGEST_ABOUT, pack, read_about, unpack
+from fedcpsl.deployment.device_process import UNFIT, Conditions, DeviceConfig, Handler, predictor, reason_to_decline
+from fedcpsl.deployment.job import MAX_PARAMETERS, job_terms, max_message_bytes, parameters_of, read_job
+from fedcpsl.deployment.serve import pause_after, run_rounds
+from fedcpsl.deployment.wire import MAX_PREFIX_BYTES, pack, read_prefix, unpack
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation import Message, predict
-from fedcpsl.federation.messages import HELLO, REFUSAL, TRAIN, Order, Turn, order_message
-from fedcpsl.federation.privacy import strictest
-from fedcpsl.federation.protection import Protection
-from fedcpsl.federation.server_store import load_serving
+from fedcpsl.federation.messages import HELLO, REFUSAL, TRAIN, Attempt, Instruction, instruction_message
+from fedcpsl.federation.privacy import Protection, stricter_protection
+from fedcpsl.federation.server_store import load_server_state
 from fedcpsl.federation.terms import digest
-from fedcpsl.flower.local_socket import answer_at, ask
+from fedcpsl.flower.local_socket import send_and_receive, serve_socket
 
 from .command import fedcpsl
 
@@ -62,7 +60,7 @@ class Handlers:
 
     def send(self, messages, deadline):  # noqa: ARG002
         for name, message in messages.items():
-            content = self.handlers[name].answer(pack(message, JOB if self.job is None else self.job))
+            content = self.handlers[name].handle(pack(message, JOB if self.job is None else self.job))
             self.seen.append((name, unpack(content, "it").message))
             yield self.seen[-1]
 
@@ -79,7 +77,7 @@ def owner(folder, name="phone", **chosen):
 
 
 def answer_to(handler, header, job=JOB, tensors=None):
-    return unpack(handler.answer(pack(Message(header, tensors or {}), job)), "it").message
+    return unpack(handler.handle(pack(Message(header, tensors or {}), job)), "it").message
 
 
 numbers = st.one_of(st.integers(-(2**53), 2**53), st.text(max_size=20), st.floats(allow_nan=False), st.booleans())
@@ -119,15 +117,15 @@ def test_what_stands_before_the_tensors_is_read_alone():
         read.append(count)
         return content[sum(read[:-1]) : sum(read)]
 
-    about = read_about(reader, "it")
+    about = read_prefix(reader, "it")
     assert (about.job, about.tensor_bytes) == ("the job", 4000)
     assert sum(read) == len(content) - 4000
     claimed = []
     with pytest.raises(RunError, match="not a message"):
-        read_about(lambda count: claimed.append(count) or (1 << 60).to_bytes(8, "little"), "it")
+        read_prefix(lambda count: claimed.append(count) or (1 << 60).to_bytes(8, "little"), "it")
     assert claimed == [8]
     deep = b'{"__metadata__":' + b"[" * 100_000
-    assert len(deep) < LARGEST_ABOUT
+    assert len(deep) < MAX_PREFIX_BYTES
     with pytest.raises(RunError, match="not a message"):
         unpack(len(deep).to_bytes(8, "little") + deep, "it")
 
@@ -135,7 +133,7 @@ def test_what_stands_before_the_tensors_is_read_alone():
 def test_a_job_runs_on_devices_that_know_nothing_but_their_data(tmp_path):
     transport = Handlers({name: Handler(owner(tmp_path, name, share_accuracy=True)) for name in ("ann", "bob")})
     job = read_job(JOB, "job.toml")
-    states = list(rounds(transport, job, tmp_path))
+    states = list(run_rounds(transport, job, tmp_path))
     assert states[-1].over
     assert states[-1].round == 2
     status = json.loads((tmp_path / "status.json").read_text())
@@ -151,10 +149,10 @@ def test_a_job_runs_on_devices_that_know_nothing_but_their_data(tmp_path):
     assert np.allclose([list(p.values()) for p in guessed], expected.numpy(), atol=1e-6)
     wrong = fedcpsl("predict", "bob", "job.toml", cwd=tmp_path)
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
-    kept = load_serving(tmp_path / "server", server_terms(job))
+    kept = load_server_state(tmp_path / "server", job_terms(job))
     assert torch.equal(kept.server.theta, states[-1].server.theta)
     assert pause_after(states[-1]) == 0.0
-    idle = [pause_after(states[1]._replace(counted=(), turn=Turn(0, k))) for k in (0, 4, 8, 1000)]
+    idle = [pause_after(states[1]._replace(counted=(), attempt=Attempt(0, k))) for k in (0, 4, 8, 1000)]
     assert idle == [1.0, 2.0, 4.0, 60.0]
 
 
@@ -168,15 +166,17 @@ def test_data_that_does_not_fit_the_job_is_refused_and_only_the_device_is_told_w
         assert re.search(words, caplog.messages[-1])
 
 
-def good_order(job=JOB, **changes):
-    terms = server_terms(read_job(job, "job"))
+def good_instruction(job=JOB, **changes):
+    terms = job_terms(read_job(job, "job"))
     theta = terms.method.network.initial
-    order = Order("r", Turn(0, 0), TRAIN, digest(terms), Broadcast(theta, torch.zeros_like(theta)), 0, 0, None, 3, 0.0)
-    message = order_message(order)
+    instruction = Instruction(
+        "r", Attempt(0, 0), TRAIN, digest(terms), Broadcast(theta, torch.zeros_like(theta)), 0, 0, None, 3, 0.0
+    )
+    message = instruction_message(instruction)
     return Message(message.header | changes, message.tensors)
 
 
-ORDERS = {  # what once ended a device's process, or could: the order, and what is said of it
+INSTRUCTIONS = {  # what once ended a device's process, or could: the instruction, and what is said of it
     "seed -1": ({"seed": -1}, "seed = -1"),
     "huge seed": ({"seed": 1 << 70}, "seed = "),
     "device 10^9": ({"device": 1 << 40}, "device = "),
@@ -187,12 +187,12 @@ ORDERS = {  # what once ended a device's process, or could: the order, and what 
     "attempt -1": ({"attempt": -1}, "attempt = -1"),
     "epoch -1": ({"epoch": -1}, "epoch = -1"),
     "factor 7": ({"counted_factor": 7.0}, "counted_factor = 7"),
-    "a run with a path": ({"run": "../../etc"}, "no name that a folder could have"),
-    "a run without a name": ({"run": ""}, "no name that a folder could have"),
+    "a run with a path": ({"run": "../../etc"}, "not a valid folder name"),
+    "a run without a name": ({"run": ""}, "not a valid folder name"),
 }
 JOBS = {
     "deep TOML": ("a = " + "[" * 50_000, "nested too deeply"),
-    "a long text": ("#" * (1 << 19), "at most"),
+    "a long text": ("#" * (1 << 19), "the maximum is"),
     "a shift of another length": (JOB.replace("shift = 0.5", "shift = [0.5, 1.0]"), "shift has shape [2]"),
     "a scale with more dimensions": (JOB.replace("scale = 2.0", "scale = [[2.0]]"), "scale has shape [1, 1]"),
     "a huge hidden layer": (JOB.replace("hidden = [5]", "hidden = [1000000000]"), "parameters"),
@@ -208,15 +208,15 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("case", ORDERS)
-def test_an_order_that_cannot_be_carried_out_is_refused_and_the_device_goes_on(case, tmp_path):
-    changes, words = ORDERS[case]
-    handler, order = Handler(owner(tmp_path)), good_order(**changes)
-    said = answer_to(handler, order.header, JOB, order.tensors).header
+@pytest.mark.parametrize("case", INSTRUCTIONS)
+def test_an_instruction_that_cannot_be_carried_out_is_refused_and_the_device_goes_on(case, tmp_path):
+    changes, words = INSTRUCTIONS[case]
+    handler, instruction = Handler(owner(tmp_path)), good_instruction(**changes)
+    said = answer_to(handler, instruction.header, JOB, instruction.tensors).header
     assert said["kind"] == REFUSAL
     assert words in said["reason"]
     assert not (tmp_path.parent / "etc").exists()
-    assert answer_to(handler, good_order().header, JOB, good_order().tensors).header["kind"] == TRAIN
+    assert answer_to(handler, good_instruction().header, JOB, good_instruction().tensors).header["kind"] == TRAIN
 
 
 @pytest.mark.parametrize("case", JOBS)
@@ -226,8 +226,8 @@ def test_a_job_that_cannot_be_done_is_refused_by_name_and_the_device_goes_on(cas
     said = answer_to(handler, {"run": "r", "round": 0, "attempt": 0}, text).header
     assert said["kind"] == REFUSAL
     assert words in said["reason"]
-    assert handler.refusal_before_tensors(read_about_of(good_order(), text)) is not None
-    assert answer_to(handler, good_order().header, JOB, good_order().tensors).header["kind"] == TRAIN
+    assert handler.refusal_before_tensors(read_about_of(good_instruction(), text)) is not None
+    assert answer_to(handler, good_instruction().header, JOB, good_instruction().tensors).header["kind"] == TRAIN
 
 
 def read_about_of(message, job):
@@ -237,39 +237,39 @@ def read_about_of(message, job):
         at[0] += count
         return content[at[0] - count : at[0]]
 
-    return read_about(read, "it")
+    return read_prefix(read, "it")
 
 
-def test_whatever_fails_while_an_order_is_carried_out_is_logged_and_refused(tmp_path, monkeypatch, caplog):
+def test_whatever_fails_while_an_instruction_is_carried_out_is_logged_and_refused(tmp_path, monkeypatch, caplog):
     def out_of_memory(*_):
         raise MemoryError
 
     handler = Handler(owner(tmp_path))
     with monkeypatch.context() as patched:
         patched.setattr("fedcpsl.deployment.device_process.respond", out_of_memory)
-        said = answer_to(handler, good_order().header, JOB, good_order().tensors).header
-    assert (said["kind"], said["reason"]) == (REFUSAL, "it failed there (MemoryError); its own log says how")
+        said = answer_to(handler, good_instruction().header, JOB, good_instruction().tensors).header
+    assert (said["kind"], said["reason"]) == (REFUSAL, "it failed there (MemoryError); its log has the details")
     assert "MemoryError" in caplog.text
-    assert answer_to(handler, good_order().header, JOB, good_order().tensors).header["kind"] == TRAIN
+    assert answer_to(handler, good_instruction().header, JOB, good_instruction().tensors).header["kind"] == TRAIN
 
 
-def test_an_order_larger_than_the_model_is_refused_before_it_is_read(tmp_path):
+def test_an_instruction_larger_than_the_model_is_refused_before_it_is_read(tmp_path):
     job = read_job(JOB, "job")
     assert parameters_of(job) == 6 * 5 + 5 + 5 * 3 + 3 == 53
-    assert message_bytes(job) == (2 * 53 * 4, 53 * 4)
+    assert max_message_bytes(job) == (2 * 53 * 4, 53 * 4)
     handler = Handler(owner(tmp_path))
-    assert handler.refusal_before_tensors(read_about_of(good_order(), JOB)) is None
-    large = Message(good_order().header, {"theta": torch.zeros(107)})
+    assert handler.refusal_before_tensors(read_about_of(good_instruction(), JOB)) is None
+    large = Message(good_instruction().header, {"theta": torch.zeros(107)})
     said = unpack(handler.refusal_before_tensors(read_about_of(large, JOB)), "it").message.header
-    assert said["reason"] == "the order's tensors have 428 bytes; the job's model needs 424"
-    assert LARGEST_MODEL * 4 == 1 << 30
+    assert said["reason"] == "the instruction's tensors have 428 bytes; the job's model needs 424"
+    assert MAX_PARAMETERS * 4 == 1 << 30
 
 
 def test_robust_aggregation_turns_control_variates_off_on_both_sides():
     text = JOB.replace("least = 2", 'least = 2\naggregation = "trimmed"')
-    terms = server_terms(read_job(text, "job"))
+    terms = job_terms(read_job(text, "job"))
     assert not terms.method.rules.parts.control_variates
-    assert server_terms(read_job(JOB, "job")).method.rules.parts.control_variates
+    assert job_terms(read_job(JOB, "job")).method.rules.parts.control_variates
     with pytest.raises(InputError, match="works with no such aggregation"):
         read_job(text.replace("eta = 0.1", "eta = 0.1\ncontrol_variates = true"), "job")
 
@@ -281,7 +281,7 @@ def test_noise_has_its_price_told(tmp_path):
     transport = Handlers({name: Handler(owner(tmp_path, name)) for name in ("ann", "bob")})
     text = JOB.replace("least = 2", 'least = 2\nclip = 0.5\nnoise = 4.0\ndelta = 1e-4\naggregation = "none"')
     transport.job = text
-    states = list(rounds(transport, read_job(text, "job.toml"), tmp_path))
+    states = list(run_rounds(transport, read_job(text, "job.toml"), tmp_path))
     assert [member.asked for member in states[-1].roster] == [2, 2]
     told = json.loads((tmp_path / "status.json").read_text())["privacy"]
     assert told["updates"] == 2
@@ -309,15 +309,15 @@ def test_a_device_sits_out_as_its_owner_wants(tmp_path, monkeypatch):
     assert reason_to_decline(Conditions(on_battery=False), supplies) is None
     assert reason_to_decline(Conditions(on_battery=False), tmp_path / "none") is None
     monkeypatch.setattr("os.getloadavg", lambda: (1000.0, 0.0, 0.0))
-    handler = Handler(owner(tmp_path, conditions=Conditions(most_load=2.0)))
+    handler = Handler(owner(tmp_path, conditions=Conditions(max_load=2.0)))
     said = answer_to(handler, {"run": "r", "round": 0, "attempt": 0, "kind": TRAIN}).header
     assert (said["kind"], said["reason"], said["later"]) == (REFUSAL, "not now: it is busy with other work", True)
 
 
 def test_the_stricter_protection_holds():
-    assert strictest(Protection(), Protection(1.0, 2.0)) == Protection(1.0, 2.0)
-    assert strictest(Protection(0.5, 1.0), Protection(1.0, 2.0)) == Protection(0.5, 4.0)
-    assert strictest(Protection(0.5), Protection()) == Protection(0.5, 0.0)
+    assert stricter_protection(Protection(), Protection(1.0, 2.0)) == Protection(1.0, 2.0)
+    assert stricter_protection(Protection(0.5, 1.0), Protection(1.0, 2.0)) == Protection(0.5, 4.0)
+    assert stricter_protection(Protection(0.5), Protection()) == Protection(0.5, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -342,8 +342,8 @@ def test_a_wrong_job_is_named(change, words):
 def test_a_devices_process_answers_over_its_socket(tmp_path):
     address = tmp_path / "s"
     ready = threading.Event()
-    arguments = address, Handler(owner(tmp_path)).answer, ready.set
-    threading.Thread(target=answer_at, args=arguments, daemon=True).start()
+    arguments = address, Handler(owner(tmp_path)).handle, ready.set
+    threading.Thread(target=serve_socket, args=arguments, daemon=True).start()
     assert ready.wait(20)
     assert address.stat().st_mode & 0o077 == 0
     with socket.socket(socket.AF_UNIX) as rude:
@@ -353,10 +353,12 @@ def test_a_devices_process_answers_over_its_socket(tmp_path):
         foreign.connect(str(address))
         foreign.sendall((5).to_bytes(8, "little") + b"hello")
         assert foreign.recv(1) == b""
-    said = unpack(ask(address, pack(Message({"run": "r", "round": 0, "attempt": 0}, {})), 20), "it").message
+    said = unpack(
+        send_and_receive(address, pack(Message({"run": "r", "round": 0, "attempt": 0}, {})), 20), "it"
+    ).message
     assert said.header["kind"] == REFUSAL
-    with pytest.raises(RunError, match="is `fedcpsl join` up"):
-        ask(tmp_path / "nobody", b"", 1)
+    with pytest.raises(RunError, match="is `fedcpsl join` running"):
+        send_and_receive(tmp_path / "nobody", b"", 1)
 
 
 @pytest.mark.parametrize(
@@ -366,8 +368,8 @@ def test_a_devices_process_answers_over_its_socket(tmp_path):
         (["--socket", "s", "--insecure"], "give no server, --keys or --insecure beside it"),
         ([], "HOST:PORT: give the server"),
         (["h", "--insecure"], "give the server as HOST:PORT"),
-        (["--socket", "a.npz"], "a.npz: is a file of another kind"),
-        (["--socket", "no/such/folder"], "no socket can be made there"),
+        (["--socket", "a.npz"], "a.npz: exists and is not a socket"),
+        (["--socket", "no/such/folder"], "a socket cannot be made there"),
         (["h:1", "--keys", "a.npz"], "a.npz/a: "),
     ],
 )
@@ -389,18 +391,18 @@ def test_where_the_app_is_said_and_that_it_is_unprotected(capsys):
 
 def test_hello_tells_sizes_once(tmp_path):
     transport = Handlers({name: Handler(owner(tmp_path, name)) for name in ("ann", "bob")})
-    list(rounds(transport, read_job(JOB, "job.toml"), tmp_path))
+    list(run_rounds(transport, read_job(JOB, "job.toml"), tmp_path))
     kinds = [message.header["kind"] for name, message in transport.seen if name == "ann"]
     assert kinds == [HELLO, TRAIN, TRAIN, "end"]
 
 
 def test_a_device_keeps_the_states_of_some_runs_only(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("fedcpsl.deployment.device_process.MOST_RUNS", 2)
+    monkeypatch.setattr("fedcpsl.deployment.device_process.MAX_RUNS_STORED", 2)
     handler = Handler(owner(tmp_path))
     kinds = []
     for run in ("r1", "r2", "r3", "r1"):
-        order = good_order(run=run)
-        kinds.append(answer_to(handler, order.header, JOB, order.tensors).header["kind"])
+        instruction = good_instruction(run=run)
+        kinds.append(answer_to(handler, instruction.header, JOB, instruction.tensors).header["kind"])
     assert kinds[:3] == [TRAIN, TRAIN, REFUSAL]
     assert "holds the states of 2 runs" in caplog.text
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from fedcpsl.errors import RunError
 from fedcpsl.federation import respond, serve, terms_of
-from fedcpsl.federation.device_store import load_kept, settle
-from fedcpsl.federation.messages import TRAIN, Turn, order_message
-from fedcpsl.federation.server_store import load_serving
+from fedcpsl.federation.device import load_device_state, resolve_pending
+from fedcpsl.federation.messages import TRAIN, Attempt, instruction_message
+from fedcpsl.federation.server_store import load_server_state
 
 from .faulty import FULL, KINDS, NAMES, WORK, Disk, Faulty, Killed, failing_disk, gap, make, participants, rules
-from .test_federation import the_order
+from .test_federation import an_instruction
 
 SMALL = replace(WORK, rounds=4, active=3, unit="steps", amount=2)
 WITH_CONTROL = [name for name in NAMES if name in ("fedcpsl", "scaffold", "fedshvr")]
@@ -48,7 +48,7 @@ class Mortal(Faulty):
 
 
 def on_disk(setup, folder):
-    return load_serving(folder, terms_of(setup))
+    return load_server_state(folder, terms_of(setup))
 
 
 def serve_through(setup, folder, transport, check, leasts, **chosen):
@@ -56,9 +56,9 @@ def serve_through(setup, folder, transport, check, leasts, **chosen):
     for start in range(100):
         try:
             least = leasts[start % len(leasts)]
-            for state in serve(terms_of(setup), rules(setup, least=least, **chosen), folder, transport):
+            for state in serve(terms_of(setup), rules(setup, min_devices=least, **chosen), folder, transport):
                 check(state)
-                assert on_disk(setup, folder).turn == state.turn  # whatever the caller has seen is there to stay
+                assert on_disk(setup, folder).attempt == state.attempt  # whatever the caller has seen is there to stay
             return state
         except Killed:
             transport.disk.left = None
@@ -73,8 +73,8 @@ def watch(devices):
     def check(state):
         assert gap(state, devices) < 1e-12
         for name, device in devices.items():
-            kept = load_kept(device.folder, device.terms)
-            progress = (0, Turn(-1, 0)) if kept is None else (kept.active_rounds, kept.counted or Turn(-1, 0))
+            kept = load_device_state(device.folder, device.terms)
+            progress = (0, Attempt(-1, 0)) if kept is None else (kept.active_rounds, kept.counted or Attempt(-1, 0))
             assert all(a >= b for a, b in zip(progress, before.get(name, progress), strict=True))
             before[name] = progress
 
@@ -114,11 +114,13 @@ def test_c_is_the_weighted_mean_of_all_c_i_under_any_faults(
     assert last.over
     assert last.round == setup.rounds
     assert all(
-        load_kept(devices[m.name].folder, devices[m.name].terms).counted == m.counted
+        load_device_state(devices[m.name].folder, devices[m.name].terms).counted == m.counted
         for m in last.roster
         if m.name not in last.dropouts
     )
-    assert not any(word in reason for reason in transport.refusals for word in ("is gone", "older copy", "forgotten"))
+    assert not any(
+        word in reason for reason in transport.refusals for word in ("is missing", "older copy", "forgotten")
+    )
 
 
 @pytest.mark.parametrize("quorum", [0, 2])
@@ -134,7 +136,7 @@ def test_a_server_that_dies_says_the_same_again(quorum, tmp_path):
             last = serve_through(
                 setup, tmp_path / f"{k}" / "server", transport, watch(devices), quorum=quorum, leasts=[5]
             )
-        kept = [load_kept(device.folder, device.terms) for device in devices.values()]
+        kept = [load_device_state(device.folder, device.terms) for device in devices.values()]
         ends.append([*last.server, *(t for each in kept for t in (*each.committed, each.nu))])
         ends[-1] += [torch.tensor([each.active_rounds for each in kept])]
     for other in ends[1:]:
@@ -185,28 +187,30 @@ def test_a_write_that_stops_anywhere_loses_nothing(place, error, counted, disk, 
     """Round 0 is pending, and counted or not; the write of round 1 stops; round 2 finds c_i as it must be."""
     setup = SETUPS["fedcpsl"]
     device, twin = (participants(setup, tmp_path / who)["phone-1"] for who in ("device", "twin"))
-    orders = [the_order(setup), the_order(setup, (1, 0)), the_order(setup, (2, 0))]
+    instructions = [an_instruction(setup), an_instruction(setup, (1, 0)), an_instruction(setup, (2, 0))]
     if counted:
-        orders[1:] = [order._replace(counted=Turn(0, 0)) for order in orders[1:]]
+        instructions[1:] = [instruction._replace(counted=Attempt(0, 0)) for instruction in instructions[1:]]
     for each in (device, twin):
-        respond(each, order_message(orders[0]))
+        respond(each, instruction_message(instructions[0]))
     disk.fail(place, error)
     if error is FULL:
-        reply = respond(device, order_message(orders[1]))
+        reply = respond(device, instruction_message(instructions[1]))
         assert reply.header["reason"] == (
             "its folder/device.safetensors: cannot be written: No space left on device; what was there before is intact"
         )
     else:
         with pytest.raises(Killed):
-            respond(device, order_message(orders[1]))
-    wrote = load_kept(device.folder, device.terms).last == Turn(1, 0)
+            respond(device, instruction_message(instructions[1]))
+    wrote = load_device_state(device.folder, device.terms).last == Attempt(1, 0)
     assert wrote == (place == PLACES - 1)
     if wrote:
-        respond(twin, order_message(orders[1]))
-    after = [respond(each, order_message(orders[2])) for each in (device, twin)]  # round 1 was never counted
+        respond(twin, instruction_message(instructions[1]))
+    after = [
+        respond(each, instruction_message(instructions[2])) for each in (device, twin)
+    ]  # round 1 was never counted
     assert torch.equal(after[0].tensors["delta"], after[1].tensors["delta"])
-    kept, other = load_kept(device.folder, device.terms), load_kept(twin.folder, twin.terms)
-    assert kept.counted == (Turn(0, 0) if counted else None)
+    kept, other = load_device_state(device.folder, device.terms), load_device_state(twin.folder, twin.terms)
+    assert kept.counted == (Attempt(0, 0) if counted else None)
     assert kept.committed.c.any() == counted
     assert all(torch.equal(a, b) for a, b in zip(kept.committed, other.committed, strict=True))
     assert kept.active_rounds == 2 + wrote
@@ -215,41 +219,41 @@ def test_a_write_that_stops_anywhere_loses_nothing(place, error, counted, disk, 
 def test_what_was_not_counted_is_dropped(disk, tmp_path):
     setup = SETUPS["fedcpsl"]
     device = participants(setup, tmp_path)["phone-1"]
-    respond(device, order_message(the_order(setup)))
-    kept = load_kept(device.folder, device.terms)
+    respond(device, instruction_message(an_instruction(setup)))
+    kept = load_device_state(device.folder, device.terms)
     assert disk.places > 0
-    settled = partial(settle, device.terms)
+    settled = partial(resolve_pending, device.terms)
     assert settled(kept, None).pending is None
     assert torch.equal(settled(kept, None).committed.c, kept.committed.c)
-    assert settled(kept, Turn(0, 0)).committed.c.any()
-    assert settled(settled(kept, Turn(0, 0)), Turn(0, 0)).counted == Turn(0, 0)
+    assert settled(kept, Attempt(0, 0)).committed.c.any()
+    assert settled(settled(kept, Attempt(0, 0)), Attempt(0, 0)).counted == Attempt(0, 0)
 
 
 def test_everything_said_is_on_disk_first(disk, tmp_path):
-    """Two syncs and a replacement for every answer to an order, and none to a repeated one."""
+    """Two syncs and a replacement for every reply to an instruction, and none to a repeated one."""
     setup = SETUPS["fedcpsl"]
     device = participants(setup, tmp_path)["phone-1"]
-    respond(device, order_message(the_order(setup)))
+    respond(device, instruction_message(an_instruction(setup)))
     before = disk.places
-    respond(device, order_message(the_order(setup, (1, 0), counted=(0, 0))))
+    respond(device, instruction_message(an_instruction(setup, (1, 0), counted=(0, 0))))
     assert disk.places - before == PLACES
-    respond(device, order_message(the_order(setup, (1, 0), counted=(0, 0))))
+    respond(device, instruction_message(an_instruction(setup, (1, 0), counted=(0, 0))))
     assert disk.places - before == PLACES
 
 
-def test_an_answer_lost_and_three_rounds_of_rest(disk, tmp_path):
-    """Active in rounds 0 (counted), 1 (lost) and 4: that order names round 0, so what 1 would have made is dropped."""
+def test_a_reply_lost_and_three_rounds_of_rest(disk, tmp_path):
+    """Active in rounds 0 (counted), 1 (lost) and 4: its instruction names round 0, so the upload of 1 is dropped."""
     setup = SETUPS["fedcpsl"]
     device = participants(setup, tmp_path)["phone-1"]
     assert disk.left is None
     for turn, counted in (((0, 0), None), ((1, 0), (0, 0))):
-        respond(device, order_message(the_order(setup, turn, counted)))
-    committed = load_kept(device.folder, device.terms).committed
-    respond(device, order_message(the_order(setup, (4, 0), (0, 0))))
-    kept = load_kept(device.folder, device.terms)
+        respond(device, instruction_message(an_instruction(setup, turn, counted)))
+    committed = load_device_state(device.folder, device.terms).committed
+    respond(device, instruction_message(an_instruction(setup, (4, 0), (0, 0))))
+    kept = load_device_state(device.folder, device.terms)
     assert torch.equal(kept.committed.c, committed.c)
     assert not torch.equal(kept.committed.theta_lc, committed.theta_lc)
-    assert kept.pending.answer.turn == kept.last == Turn(4, 0)
+    assert kept.pending.reply.attempt == kept.last == Attempt(4, 0)
 
 
 def test_an_attempt_given_up_is_not_taken_for_the_one_that_was_counted(disk, tmp_path):
@@ -257,14 +261,17 @@ def test_an_attempt_given_up_is_not_taken_for_the_one_that_was_counted(disk, tmp
     setup = SETUPS["fedcpsl"]
     device = participants(setup, tmp_path)["phone-1"]
     assert disk.left is None
-    second = the_order(setup, (0, 1))
-    for order in (the_order(setup), second._replace(broadcast=second.broadcast._replace(c=second.broadcast.c + 0.1))):
-        respond(device, order_message(order))
-    pending = settle(device.terms, load_kept(device.folder, device.terms), Turn(0, 1)).committed.c
-    reply = respond(device, order_message(the_order(setup, (1, 0), counted=(0, 0))))
+    second = an_instruction(setup, (0, 1))
+    for instruction in (
+        an_instruction(setup),
+        second._replace(broadcast=second.broadcast._replace(c=second.broadcast.c + 0.1)),
+    ):
+        respond(device, instruction_message(instruction))
+    pending = resolve_pending(device.terms, load_device_state(device.folder, device.terms), Attempt(0, 1)).committed.c
+    reply = respond(device, instruction_message(an_instruction(setup, (1, 0), counted=(0, 0))))
     assert "older copy" in reply.header["reason"]
-    respond(device, order_message(the_order(setup, (1, 0), counted=(0, 1))))
-    assert torch.equal(load_kept(device.folder, device.terms).committed.c, pending)
+    respond(device, instruction_message(an_instruction(setup, (1, 0), counted=(0, 1))))
+    assert torch.equal(load_device_state(device.folder, device.terms).committed.c, pending)
 
 
 def test_a_device_that_leaves_keeps_its_weight(tmp_path):
@@ -272,13 +279,13 @@ def test_a_device_that_leaves_keeps_its_weight(tmp_path):
     devices = participants(setup, tmp_path)
 
     def gone(name, message):
-        return ("lose order", 0) if name == "phone-2" and message.header["round"] >= 2 else None
+        return ("lose instruction", 0) if name == "phone-2" and message.header["round"] >= 2 else None
 
     with failing_disk() as disk:
         last = serve_through(setup, tmp_path / "server", Mortal(devices, disk, gone), watch(devices), [5])
     assert [m.name for m in last.roster] == list(devices)
-    assert last.roster[2].counted == Turn(1, 0)
-    assert load_kept(devices["phone-2"].folder, devices["phone-2"].terms).counted == Turn(
+    assert last.roster[2].counted == Attempt(1, 0)
+    assert load_device_state(devices["phone-2"].folder, devices["phone-2"].terms).counted == Attempt(
         0, 0
     )  # it has not heard of the other yet
 
@@ -289,28 +296,28 @@ def test_a_server_put_back_to_an_older_copy_is_found_out(tmp_path):
     path, copies = tmp_path / "server" / "server.safetensors", []
     with failing_disk() as disk:
         transport = Faulty(devices, disk, lambda *_: None)
-        for _ in serve(terms_of(setup), rules(setup, least=5), path.parent, transport):
+        for _ in serve(terms_of(setup), rules(setup, min_devices=5), path.parent, transport):
             copies.append(path.read_bytes())
         path.write_bytes(copies[2])
-        states = serve(terms_of(setup), rules(setup, least=5), path.parent, transport)
+        states = serve(terms_of(setup), rules(setup, min_devices=5), path.parent, transport)
         next(states)
         state = next(states)
     assert state.counted == ()
-    assert all("is past it" in reason for reason in state.dropouts.values())
+    assert all("has already trained in" in reason for reason in state.dropouts.values())
 
 
 def test_a_spoilt_file_is_said_to_be_so(tmp_path):
     setup = SETUPS["fedcpsl"]
     devices = participants(setup, tmp_path)
     with failing_disk():
-        respond(devices["phone-1"], order_message(the_order(setup)))
+        respond(devices["phone-1"], instruction_message(an_instruction(setup)))
     path = devices["phone-1"].folder / "device.safetensors"
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
     with pytest.raises(RunError, match="checksum"):
-        load_kept(path.parent, devices["phone-1"].terms)
-    reply = respond(devices["phone-1"], order_message(the_order(setup, (1, 0))))
+        load_device_state(path.parent, devices["phone-1"].terms)
+    reply = respond(devices["phone-1"], instruction_message(an_instruction(setup, (1, 0))))
     assert "checksum" in reply.header["reason"]
     assert str(tmp_path) not in reply.header["reason"]
 
@@ -319,7 +326,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     setup = SETUPS["fedcpsl"]
     (tmp_path / "file").write_text("in the way")
     device = participants(setup, tmp_path / "file")["phone-1"]
-    reply = respond(device, order_message(the_order(setup, kind=TRAIN)))
+    reply = respond(device, instruction_message(an_instruction(setup, kind=TRAIN)))
     assert "cannot be made" in reply.header["reason"]
     assert str(tmp_path) not in reply.header["reason"]
     assert Disk().left is None

@@ -13,14 +13,14 @@ import torch
 
 pytest.importorskip("cryptography", reason="cryptography is not installed: pip install 'fedcpsl[federation]'")
 
-from fedcpsl.deployment.addresses import ANSWER, DIGEST, ORDER
+from fedcpsl.deployment.endpoints import DIGEST_HEADER, INSTRUCTION_PATH, REPLY_PATH
 from fedcpsl.deployment.wire import unpack
-from fedcpsl.federation.messages import COMMON, END, HELLO, TRAIN
+from fedcpsl.federation.messages import COMMON_FIELDS, END, HELLO, TRAIN
 
 from .federation_desk import Desk, furthest
 from .recorder import Recorder
 
-ENVELOPE = {"host", "accept-encoding", "authorization", "content-length", DIGEST}  # the headers of a request
+ENVELOPE = {"host", "accept-encoding", "authorization", "content-length", DIGEST_HEADER}  # the headers of a request
 LONGEST_S = 240  # on a machine that is busy
 EXPLAINED = {  # what a device says of itself, in the words of `fedcpsl join --explain`
     "labelled": "how many labelled and unlabelled training samples it has",
@@ -45,7 +45,7 @@ def federation(tmp_path_factory):
         desk.join("mallory", data="dev0.npz")
         desk.serve()
         desk.wait_for_word("server", "listening on", LONGEST_S)
-        desk.wait_for_word("mallory", "does not let this device in", LONGEST_S)
+        desk.wait_for_word("mallory", "does not accept this device", LONGEST_S)
         for name, recorder in recorders.items():
             desk.join(name, address=recorder.address, share=name == "dev0")
         desk.wait(lambda status: status["over"], LONGEST_S)
@@ -61,12 +61,12 @@ def test_two_devices_and_a_stranger(federation):
     """The simulator's answer to 1e-6; a device with a key that the server does not have never gets in."""
     desk, _ = federation
     folder = desk.folder
-    assert [member.name for member in desk.serving().roster] in (["dev0", "dev1"], ["dev1", "dev0"])
+    assert [member.name for member in desk.server_state().roster] in (["dev0", "dev1"], ["dev1", "dev0"])
     assert furthest(desk) < 1e-6
     assert desk.invariant_gap() < 1e-6
     assert "all rounds are done" in (folder / "server.log").read_text()
     assert list((folder / "devices" / "mallory").iterdir()) == []  # no run's state
-    assert "as device/mallory: refused: no key is known" in (folder / "server.log").read_text()
+    assert "as device/mallory: refused: not signed with a known key" in (folder / "server.log").read_text()
     shown = subprocess.run([*desk.fedcpsl, "status", "server"], cwd=folder, capture_output=True, text=True)
     assert "round 2 of 2, over" in shown.stdout
     assert "dev1" in shown.stdout
@@ -91,7 +91,7 @@ def explained(desk, *words):
 
 def sent_by(name, recorders):
     """The messages of one device."""
-    return [unpack(request.body, name) for request in recorders[name].requests if request.path == ANSWER]
+    return [unpack(request.body, name) for request in recorders[name].requests if request.path == REPLY_PATH]
 
 
 @pytest.mark.parametrize("name", ["dev0", "dev1"])
@@ -99,23 +99,23 @@ def test_nothing_leaves_a_device_but_what_is_explained(federation, name):
     desk, recorders = federation
     for request in recorders[name].requests:
         assert set(request.headers) <= ENVELOPE, request.headers
-        assert request.path in (ORDER, ANSWER)
+        assert request.path in (INSTRUCTION_PATH, REPLY_PATH)
         scheme, who, when, _ = request.headers["authorization"].split(" ")
         assert (scheme, who, when.isdigit()) == ("fedcpsl", f"device/{name}", True)
-        assert request.body == b"" or request.path == ANSWER
+        assert request.body == b"" or request.path == REPLY_PATH
     packets = sent_by(name, recorders)
     assert [packet.message.header["kind"] for packet in packets] == [HELLO, TRAIN, TRAIN, END]  # sizes are told once
     shares, told = name == "dev0", set()
     for (header, tensors), job in packets:
         kind = header["kind"]
         expected = {HELLO: {"labelled", "unlabelled"}, TRAIN: {"steps"}, END: set()}[kind]
-        said = set(header) - set(COMMON)
+        said = set(header) - set(COMMON_FIELDS)
         assert said == expected | ({"accuracy"} if shares and kind != HELLO else set())
         assert set(tensors) == ({"delta"} if kind == TRAIN else set())
         assert job == ""
         told |= said | set(tensors)
     sizes = [packets[0].message.header[key] for key in ("labelled", "unlabelled")]
-    assert sizes == [desk.kept(name).labelled, desk.kept(name).unlabelled]
+    assert sizes == [desk.device_state(name).labelled, desk.device_state(name).unlabelled]
     text = explained(desk, *(["--share-accuracy"] if shares else []))
     promised = {key for key, words in EXPLAINED.items() if re.search(rf"(?<!\(){re.escape(words)}", text)}
     assert promised == told
@@ -129,7 +129,7 @@ def test_no_sample_label_state_or_path_is_in_what_was_sent(federation, name):
     sent = b"|".join(recorders[name].sent)
     deltas = [packet.message.tensors["delta"].numpy().tobytes() for packet in sent_by(name, recorders)[1:3]]
     assert all(delta in sent for delta in deltas)  # what is sent is found so
-    kept, data = desk.kept(name), np.load(desk.folder / f"{name}.npz")
+    kept, data = desk.device_state(name), np.load(desk.folder / f"{name}.npz")
     private = {"theta_lc": kept.committed.theta_lc, "c_i": kept.committed.c, "pseudo-labels": kept.nu.reshape(-1)}
     for what, numbers in private.items():
         assert len(numbers) >= 8
@@ -154,11 +154,11 @@ def test_a_server_goes_back(federation):
     refused = subprocess.run([*wrong, "--port", "0"], cwd=desk.folder, capture_output=True, text=True)
     assert refused.returncode == 2
     assert "--back-to 77: server/server has no state of that round; there are: 0, 1, 2" in refused.stderr
-    before = desk.serving()
+    before = desk.server_state()
     desk.serve("--back-to", "1")
     try:
-        desk.wait_for_word("server", "back to the state after 1 rounds; control variates start at 0 again", LONGEST_S)
-        state = desk.serving()
+        desk.wait_for_word("server", "back to the state after 1 rounds; control variates are reset to 0", LONGEST_S)
+        state = desk.server_state()
         assert (state.round, state.epoch > before.epoch, bool(state.server.c.any())) == (1, True, False)
         assert [m.name for m in state.roster] == [m.name for m in before.roster]
     finally:
@@ -179,10 +179,10 @@ def test_another_algorithm_over_real_processes(tmp_path):
         assert desk.processes["server"].wait(LONGEST_S) == 0
     finally:
         desk.close()
-    state = desk.serving()
+    state = desk.server_state()
     assert list(state.server._fields) == ["theta"]
     for name in desk.names:
-        kept = desk.kept(name)
+        kept = desk.device_state(name)
         assert kept.active_rounds == 2
         assert not torch.equal(kept.committed.v, kept.received.theta)
     asked = subprocess.run(

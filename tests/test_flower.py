@@ -15,8 +15,8 @@ from fedcpsl.errors import RunError
 from fedcpsl.federation import Lost, Message, respond, serve, terms_of
 from fedcpsl.federation.messages import TRAIN
 from fedcpsl.flower import client
-from fedcpsl.flower.grid import GridTransport
-from fedcpsl.flower.records import ARRAY, KIND, RECORD, content_of, message_of
+from fedcpsl.flower.client import ARRAY, KIND, RECORD, from_record, to_record
+from fedcpsl.flower.server import GridTransport
 
 from .faulty import NAMES, failing_disk, make, participants, rules
 from .test_federation import assert_same
@@ -64,11 +64,11 @@ def through_flower(devices):
     """Answers as Flower's client process gives them, without the process."""
 
     def answer(name, message):
-        content = message_of(message.content, "the server's message")
+        content = from_record(message.content, "the server's message")
         if content == b"name":
-            return FlowerMessage(content_of(name.encode()), reply_to=message)
+            return FlowerMessage(to_record(name.encode()), reply_to=message)
         said = respond(devices[name], unpack(content, "it").message)
-        return FlowerMessage(content_of(pack(said)), reply_to=message)
+        return FlowerMessage(to_record(pack(said)), reply_to=message)
 
     return answer
 
@@ -79,7 +79,7 @@ def test_every_algorithm_gives_the_simulators_answer_through_flowers_messages(na
     devices = participants(setup, tmp_path)
     transport = GridTransport(FakeGrid(through_flower(devices), list(devices)), "")
     with failing_disk():
-        *_, last = serve(terms_of(setup), rules(setup, least=5), tmp_path / "server", transport)
+        *_, last = serve(terms_of(setup), rules(setup, min_devices=5), tmp_path / "server", transport)
     assert_same(setup, last, devices)
 
 
@@ -89,7 +89,7 @@ def test_late_failed_and_foreign_answers_are_losses(tmp_path):
     good = through_flower(devices)
 
     def answer(name, message):
-        content = message_of(message.content, "it")
+        content = from_record(message.content, "it")
         trains = content != b"name" and unpack(content, "it").message.header["kind"] == TRAIN
         if trains and name == "phone-0":
             return None
@@ -102,10 +102,10 @@ def test_late_failed_and_foreign_answers_are_losses(tmp_path):
     transport = GridTransport(FakeGrid(answer, list(devices)), "")
     problems = {}
     with failing_disk():
-        chosen = rules(setup, least=5, quorum=0, deadline=0.01)
+        chosen = rules(setup, min_devices=5, quorum=0, deadline=0.01)
         for state in serve(terms_of(setup), chosen, tmp_path / "server", transport):
             problems |= state.dropouts
-    assert "did not answer within" in problems["phone-0"]
+    assert "did not reply within" in problems["phone-0"]
     assert "Node Unavailable (Flower's error 5)" in problems["phone-1"]
     assert "has records ['weights']" in problems["phone-2"]
 
@@ -127,20 +127,20 @@ def test_messages_that_flower_does_not_take_are_losses():
     transport.present()
     grid.push_messages = lambda _messages: []
     (loss,) = transport.send({"phone": Message({"round": 0}, {})}, 1.0)
-    assert loss == ("phone", Lost("Flower did not take the message; its log says why"))
+    assert loss == ("phone", Lost("Flower did not accept the message; its log has the reason"))
 
 
 def test_arrays_of_another_kind_are_refused():
-    assert message_of(content_of(b"bytes"), "it") == b"bytes"
+    assert from_record(to_record(b"bytes"), "it") == b"bytes"
     foreign = RecordDict({RECORD: ArrayRecord({ARRAY: Array(np.zeros(2, np.float32))})})
     with pytest.raises(RunError, match="fedcpsl did not write"):
-        message_of(foreign, "it")
+        from_record(foreign, "it")
     assert Array(np.zeros(2)).stype != KIND
 
 
 def test_a_device_whose_process_is_gone_names_no_file(tmp_path):
     """Flower tells the server what its client app raises."""
-    message = FlowerMessage(content_of(b"order"), 7, "train", ttl=5.0)
+    message = FlowerMessage(to_record(b"instruction"), 7, "train", ttl=5.0)
     with pytest.raises(RunError) as raised:
-        client.answer(message, SimpleNamespace(node_config={"socket": str(tmp_path / "door")}))
-    assert str(raised.value) == "the device's own process could not be asked; is `fedcpsl join` up?"
+        client.handle_message(message, SimpleNamespace(node_config={"socket": str(tmp_path / "door")}))
+    assert str(raised.value) == "the device's own process could not be reached; is `fedcpsl join` running?"

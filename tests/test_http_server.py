@@ -13,12 +13,10 @@ import torch
 
 pytest.importorskip("cryptography", reason="cryptography is not installed: pip install 'fedcpsl[federation]'")
 
-from fedcpsl.deployment import certificates, http_protocol, keys
-from fedcpsl.deployment.addresses import ANSWER, DIGEST, HEALTH, ORDER, free_port
-from fedcpsl.deployment.http_server import Front, listening
-from fedcpsl.deployment.keyring import KeyRing
-from fedcpsl.deployment.mailbox import GRACE_S, SMALL, Mailbox
-from fedcpsl.deployment.signing import Request, signed_line
+from fedcpsl.deployment import http_server, keys
+from fedcpsl.deployment.endpoints import DIGEST_HEADER, HEALTH_PATH, INSTRUCTION_PATH, REPLY_PATH, free_port
+from fedcpsl.deployment.http_server import GRACE_S, MAX_PLAIN_REPLY_BYTES, HttpContext, Mailbox, listening
+from fedcpsl.deployment.signing import KeyRing, SignedContent, sign_request
 from fedcpsl.deployment.wire import pack, unpack
 from fedcpsl.federation.messages import HELLO, TRAIN, Lost, Message
 
@@ -30,22 +28,22 @@ class Place:
 
     def __init__(self, folder):
         self.keys, self.said = folder / "keys", []
-        certificates.make_authority(self.keys)
-        certificates.make_server_certificate(self.keys, ["127.0.0.1"])
+        keys.make_authority(self.keys)
+        keys.make_server_certificate(self.keys, ["127.0.0.1"])
         for name in ("ann", "bob"):
             keys.make_device_key(self.keys, name)
         self.ring = KeyRing(self.keys, folder, self.said.append)
-        self.mailbox = Mailbox("the job", UPDATE, self.ring.banned)
+        self.mailbox = Mailbox("the job", UPDATE, self.ring.revoked)
         self.port = free_port()
-        self.front = Front(folder, self.mailbox, self.ring, self.said.append)
+        self.front = HttpContext(folder, self.mailbox, self.ring, self.said.append)
 
     def ask(self, path, body=b"", name="ann", headers=None, method="POST", digest=None, signed=True):
         connection = self.connect()
         digest = sha256(body).hexdigest() if digest is None else digest
-        request = Request(method, path, digest) if body else Request(method, path)
+        request = SignedContent(method, path, digest) if body else SignedContent(method, path)
         key = self.keys / "devices" / name
-        line = signed_line(f"device/{name}", key, self.keys / "ca.crt", time.time(), request) if signed else "nobody"
-        about = {"Authorization": line} | ({DIGEST: digest} if body else {}) | (headers or {})
+        line = sign_request(f"device/{name}", key, self.keys / "ca.crt", time.time(), request) if signed else "nobody"
+        about = {"Authorization": line} | ({DIGEST_HEADER: digest} if body else {}) | (headers or {})
         try:
             connection.request(method, path, body, about)
             answer = connection.getresponse()
@@ -59,9 +57,9 @@ class Place:
 
     def offer(self, kind=TRAIN, names=("ann",), deadline=20.0):
         """Orders for some devices, in a thread; what comes of them is in the list that is given back."""
-        orders = {name: Message({"run": "r", "round": 1, "attempt": 0, "kind": kind}, {}) for name in names}
+        instructions = {name: Message({"run": "r", "round": 1, "attempt": 0, "kind": kind}, {}) for name in names}
         found = []
-        thread = threading.Thread(target=lambda: found.extend(self.mailbox.send(orders, deadline)), daemon=True)
+        thread = threading.Thread(target=lambda: found.extend(self.mailbox.send(instructions, deadline)), daemon=True)
         thread.start()
         return thread, found
 
@@ -78,23 +76,23 @@ def answer_of(size=1000, **header):
     return pack(Message(about, {"delta": torch.zeros(size)}))
 
 
-def test_an_order_and_its_answer(place):
+def test_an_instruction_and_its_reply(place):
     thread, found = place.offer()
-    code, order = place.ask(ORDER)
-    assert (code, unpack(order, "it").job) == (200, "the job")
-    again = unpack(place.ask(ORDER)[1], "it")  # as often as it is asked for
-    assert again == unpack(order, "it")
-    assert place.ask(ANSWER, answer_of())[0] == 204
+    code, instruction = place.ask(INSTRUCTION_PATH)
+    assert (code, unpack(instruction, "it").job) == (200, "the job")
+    again = unpack(place.ask(INSTRUCTION_PATH)[1], "it")  # as often as it is asked for
+    assert again == unpack(instruction, "it")
+    assert place.ask(REPLY_PATH, answer_of())[0] == 204
     thread.join(10)
     ((name, message),) = found
     assert (name, message.header["kind"], len(message.tensors["delta"])) == ("ann", TRAIN, 1000)
     assert place.mailbox.present() == ["ann"]
-    assert place.ask(ANSWER, answer_of())[0] == 409  # it is not awaited any more
+    assert place.ask(REPLY_PATH, answer_of())[0] == 409  # it is not awaited any more
 
 
-def test_an_order_is_given_as_soon_as_it_is_there(place):
+def test_an_instruction_is_given_as_soon_as_it_is_there(place):
     found = []
-    asking = threading.Thread(target=lambda: found.append((place.ask(ORDER), time.monotonic())))
+    asking = threading.Thread(target=lambda: found.append((place.ask(INSTRUCTION_PATH), time.monotonic())))
     asking.start()
     while place.mailbox.present() != ["ann"]:
         time.sleep(0.05)
@@ -105,7 +103,7 @@ def test_an_order_is_given_as_soon_as_it_is_there(place):
     (answer, at), *_ = found
     assert answer[0] == 200
     assert at - began < 2
-    place.ask(ANSWER, answer_of())
+    place.ask(REPLY_PATH, answer_of())
     thread.join(10)
 
 
@@ -113,45 +111,47 @@ def test_a_request_without_a_key_is_refused_before_its_body_is_read(place):
     thread, found = place.offer(deadline=8)
     for signed, name in ((False, "ann"), (True, "bob")):  # nobody, and somebody who was not asked
         connection = place.connect()
-        request = Request("POST", ANSWER, "ab" * 32)
-        line = signed_line(f"device/{name}", place.keys / "devices" / name, place.keys / "ca.crt", time.time(), request)
-        connection.putrequest("POST", ANSWER)
+        request = SignedContent("POST", REPLY_PATH, "ab" * 32)
+        line = sign_request(
+            f"device/{name}", place.keys / "devices" / name, place.keys / "ca.crt", time.time(), request
+        )
+        connection.putrequest("POST", REPLY_PATH)
         connection.putheader("Authorization", line if signed else "x")
-        connection.putheader(DIGEST, "ab" * 32)
+        connection.putheader(DIGEST_HEADER, "ab" * 32)
         connection.putheader("Content-Length", str(1 << 40))
         connection.endheaders()
         answer = connection.getresponse()  # not a byte of the body was sent
         assert answer.status == (409 if signed else 401)
         assert answer.getheader("Connection") == "close"
         connection.close()
-    assert place.ask(ANSWER, answer_of())[0] == 204
+    assert place.ask(REPLY_PATH, answer_of())[0] == 204
     thread.join(10)
     assert len(found) == 1
 
 
-@pytest.mark.parametrize(("kind", "most"), [(TRAIN, UPDATE + SMALL), (HELLO, SMALL)])
-def test_an_answer_larger_than_what_was_asked_for_is_refused_before_it_is_read(place, kind, most):
+@pytest.mark.parametrize(("kind", "most"), [(TRAIN, UPDATE + MAX_PLAIN_REPLY_BYTES), (HELLO, MAX_PLAIN_REPLY_BYTES)])
+def test_a_reply_larger_than_what_was_asked_for_is_refused_before_it_is_read(place, kind, most):
     thread, found = place.offer(kind)
     connection = place.connect()
-    request = Request("POST", ANSWER, "ab" * 32)
-    line = signed_line("device/ann", place.keys / "devices" / "ann", place.keys / "ca.crt", time.time(), request)
-    connection.putrequest("POST", ANSWER)
-    for name, value in {"Authorization": line, DIGEST: "ab" * 32, "Content-Length": str(most + 1)}.items():
+    request = SignedContent("POST", REPLY_PATH, "ab" * 32)
+    line = sign_request("device/ann", place.keys / "devices" / "ann", place.keys / "ca.crt", time.time(), request)
+    connection.putrequest("POST", REPLY_PATH)
+    for name, value in {"Authorization": line, DIGEST_HEADER: "ab" * 32, "Content-Length": str(most + 1)}.items():
         connection.putheader(name, value)
     connection.endheaders()
     assert connection.getresponse().status == 413
     connection.close()
     thread.join(10)
-    assert found == [("ann", Lost(f"its answer has {most + 1} bytes where at most {most} are taken", fault=True))]
+    assert found == [("ann", Lost(f"its reply has {most + 1} bytes where at most {most} are accepted", fault=True))]
 
 
 def test_a_body_without_a_length_is_refused(place):
     thread, _ = place.offer(deadline=3)
     connection = place.connect()
-    request = Request("POST", ANSWER, "ab" * 32)
-    line = signed_line("device/ann", place.keys / "devices" / "ann", place.keys / "ca.crt", time.time(), request)
+    request = SignedContent("POST", REPLY_PATH, "ab" * 32)
+    line = sign_request("device/ann", place.keys / "devices" / "ann", place.keys / "ca.crt", time.time(), request)
     connection.request(
-        "POST", ANSWER, iter([b"x"] * 3), {"Authorization": line, DIGEST: "ab" * 32}, encode_chunked=True
+        "POST", REPLY_PATH, iter([b"x"] * 3), {"Authorization": line, DIGEST_HEADER: "ab" * 32}, encode_chunked=True
     )
     assert connection.getresponse().status == 411
     connection.close()
@@ -167,27 +167,27 @@ def test_a_body_without_a_length_is_refused(place):
     ],
     ids=["another digest", "no message", "a broken message"],
 )
-def test_an_answer_that_is_none_is_a_fault(place, body, digest, words):
+def test_a_reply_that_is_none_is_a_fault(place, body, digest, words):
     thread, found = place.offer()
-    code, said = place.ask(ANSWER, body, digest=digest)
+    code, said = place.ask(REPLY_PATH, body, digest=digest)
     assert (code, words in json.loads(said)["problem"]) == (400, True)
     thread.join(10)
     ((_, lost),) = found
     assert lost.fault
 
 
-def test_an_answer_to_an_earlier_order_is_late_and_the_new_order_stays(place):
+def test_a_reply_to_an_earlier_instruction_is_late_and_the_new_instruction_stays(place):
     thread, found = place.offer()
-    assert place.ask(ANSWER, answer_of(round=0))[0] == 409
-    assert place.ask(ANSWER, answer_of())[0] == 204
+    assert place.ask(REPLY_PATH, answer_of(round=0))[0] == 409
+    assert place.ask(REPLY_PATH, answer_of())[0] == 204
     thread.join(10)
     assert found[0][1].header["round"] == 1
 
 
 def test_who_is_revoked_is_shut_out_at_once(place):
-    """Also where it waits for an order at that moment, and where the server waits for its answer."""
+    """Also where it waits for an instruction at that moment, and where the server waits for its answer."""
     waiting = []
-    asking = threading.Thread(target=lambda: waiting.append(place.ask(ORDER)))
+    asking = threading.Thread(target=lambda: waiting.append(place.ask(INSTRUCTION_PATH)))
     asking.start()
     while place.mailbox.present() != ["ann"]:
         time.sleep(0.05)
@@ -197,9 +197,9 @@ def test_who_is_revoked_is_shut_out_at_once(place):
     asking.join(10)
     assert found == [("ann", Lost("its key was revoked"))]
     assert waiting[0][0] == 401
-    assert place.ask(ORDER)[0] == 401
+    assert place.ask(INSTRUCTION_PATH)[0] == 401
     assert place.mailbox.present() == []
-    assert any("its key is revoked; it is shut out" in text for text in place.said)
+    assert any("its key is revoked; it is rejected" in text for text in place.said)
     assert any("as device/ann: refused: this key was revoked" in text for text in place.said)
 
 
@@ -215,16 +215,16 @@ def test_there_is_nothing_else(place):
         ("GET", "/openapi.json"),
     ):
         assert place.ask(path, method=method)[0] == 404, path
-    assert place.ask(ORDER, method="GET")[0] == 405
+    assert place.ask(INSTRUCTION_PATH, method="GET")[0] == 405
     for path in ("/v1/control/start-run", "/v1/fleet/activate-node", "/v1/runtime/acquire-task", "/v1/x"):
         code, said = place.ask(path)
         assert code == 426
         assert "runs no Flower app" in json.loads(said)["problem"]
-    assert place.ask(HEALTH, method="GET", signed=False) == (200, b'{"protocol": 2}')
+    assert place.ask(HEALTH_PATH, method="GET", signed=False) == (200, b'{"protocol": 2}')
 
 
 def test_silent_connections_are_closed(place, monkeypatch):
-    monkeypatch.setattr(http_protocol, "FIRST_LINES_S", 0.5)
+    monkeypatch.setattr(http_server, "FIRST_REQUEST_TIMEOUT_S", 0.5)
     trusting = ssl.create_default_context(cafile=place.keys / "ca.crt")
     with (
         socket.create_connection(("127.0.0.1", place.port), timeout=10) as plain,
@@ -245,8 +245,8 @@ class Clock:
 def test_after_a_start_devices_have_time_to_connect():
     clock = Clock()
     mailbox = Mailbox("", 0, clock=clock)
-    found, order = [], {"ann": Message({"kind": HELLO}, {})}
-    thread = threading.Thread(target=lambda: found.extend(mailbox.send(order, 1000)), daemon=True)
+    found, instruction = [], {"ann": Message({"kind": HELLO}, {})}
+    thread = threading.Thread(target=lambda: found.extend(mailbox.send(instruction, 1000)), daemon=True)
     thread.start()
     thread.join(1)
     assert found == []
@@ -254,7 +254,7 @@ def test_after_a_start_devices_have_time_to_connect():
     thread.join(10)
     assert found == [("ann", Lost("it is not connected"))]
     clock.now = 0.0
-    late = list(mailbox.send(order, 0.0))
+    late = list(mailbox.send(instruction, 0.0))
     assert late == []  # time was up: the loop says that it did not answer
 
 
@@ -262,8 +262,8 @@ def test_a_fault_of_ours_is_said_and_not_told(place, monkeypatch):
     def fail(*_):
         raise ZeroDivisionError("in /srv/secret")
 
-    monkeypatch.setattr(place.mailbox, "next_order", fail)
-    code, said = place.ask(ORDER)
+    monkeypatch.setattr(place.mailbox, "next_instruction", fail)
+    code, said = place.ask(INSTRUCTION_PATH)
     assert (code, json.loads(said)) == (500, {"problem": "the server failed; its log says how"})
     assert any("POST /v2/order failed: ZeroDivisionError: in /srv/secret" in text for text in place.said)
 

@@ -18,9 +18,8 @@ pytest.importorskip("cryptography", reason="cryptography is not installed: pip i
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedcpsl.deployment import certificates, keys
-from fedcpsl.deployment.keyring import KeyRing
-from fedcpsl.deployment.signing import Request, signed_line, signer_of
+from fedcpsl.deployment import keys
+from fedcpsl.deployment.signing import KeyRing, SignedContent, sign_request, verify_request
 from fedcpsl.errors import InputError, RunError
 from tests.command import fedcpsl
 
@@ -31,8 +30,8 @@ PUBLIC = ["ca.crt", "server.crt", "devices/phone-1.pub"]
 @pytest.fixture
 def folder(tmp_path):
     folder = tmp_path / "keys"
-    certificates.make_authority(folder)
-    certificates.make_server_certificate(folder, ["fl.example.org", "192.0.2.7", "2001:db8::7"])
+    keys.make_authority(folder)
+    keys.make_server_certificate(folder, ["fl.example.org", "192.0.2.7", "2001:db8::7"])
     keys.make_device_key(folder, "phone-1")
     return folder
 
@@ -55,8 +54,8 @@ def test_private_files_are_private_under_any_umask(tmp_path):
 @pytest.mark.parametrize(
     ("make", "files"),
     [
-        (certificates.make_authority, ["ca.key", "ca.crt"]),
-        (lambda folder: certificates.make_server_certificate(folder, ["a"]), ["server.key", "server.crt"]),
+        (keys.make_authority, ["ca.key", "ca.crt"]),
+        (lambda folder: keys.make_server_certificate(folder, ["a"]), ["server.key", "server.crt"]),
         (lambda folder: keys.make_device_key(folder, "phone-1"), ["devices/phone-1", "devices/phone-1.pub"]),
     ],
 )
@@ -66,7 +65,7 @@ def test_nothing_is_overwritten(folder, make, files):
         gone = {name: (folder / name).read_bytes() for name in files if name != kept}
         for name in gone:
             (folder / name).unlink()
-        with pytest.raises(InputError, match=f"{kept}: is already there"):
+        with pytest.raises(InputError, match=f"{kept}: exists already"):
             make(folder)
         assert (folder / kept).read_bytes() == before
         assert not any((folder / name).exists() for name in gone)
@@ -112,12 +111,12 @@ def test_a_device_trusts_no_other_name_and_no_other_authority(folder, tmp_path):
     with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
         shake_hands(folder, "evil.example.org", folder / "ca.crt")
     with pytest.raises(ssl.SSLCertVerificationError, match="unable to get local issuer"):
-        shake_hands(folder, "localhost", certificates.make_authority(tmp_path / "other"))
+        shake_hands(folder, "localhost", keys.make_authority(tmp_path / "other"))
 
 
 def test_a_server_certificate_signs_nothing_and_the_authority_serves_nothing(folder):
-    server, authority = (certificates.read_certificate(folder / name) for name in ("server.crt", "ca.crt"))
-    usages = [each.extensions.get_extension_for_class(certificates.x509.KeyUsage).value for each in (server, authority)]
+    server, authority = (keys.read_certificate(folder / name) for name in ("server.crt", "ca.crt"))
+    usages = [each.extensions.get_extension_for_class(keys.x509.KeyUsage).value for each in (server, authority)]
     assert [usage.key_cert_sign for usage in usages] == [False, True]
     assert [usage.digital_signature for usage in usages] == [True, False]
 
@@ -150,19 +149,19 @@ def test_names_that_are_refused(tmp_path, name):
 @pytest.mark.parametrize("host", ["", "a:8000", "https://a", "a b", "*.example.org", "-a", "a..b", "é.org", "a\n"])
 def test_hosts_that_are_refused(host):
     with pytest.raises(InputError, match="without port"):
-        certificates.general_name(host)
+        keys.general_name(host)
 
 
 @pytest.mark.parametrize("days", [0, -1, 40000])
 def test_lifetimes_that_are_refused(tmp_path, days):
     with pytest.raises(InputError, match="days"):
-        certificates.make_authority(tmp_path, days)
+        keys.make_authority(tmp_path, days)
 
 
 def test_a_certificate_does_not_outlive_its_authority(tmp_path):
-    certificates.make_authority(tmp_path, days=10)
-    certificates.make_server_certificate(tmp_path, ["a"], days=100)
-    authority, server = (certificates.read_certificate(tmp_path / name) for name in ("ca.crt", "server.crt"))
+    keys.make_authority(tmp_path, days=10)
+    keys.make_server_certificate(tmp_path, ["a"], days=100)
+    authority, server = (keys.read_certificate(tmp_path / name) for name in ("ca.crt", "server.crt"))
     assert server.not_valid_after_utc == authority.not_valid_after_utc
 
 
@@ -170,12 +169,12 @@ def test_the_authority_key_must_be_there_and_belong(folder, tmp_path):
     (folder / "server.crt").unlink()
     (folder / "server.key").unlink()
     (folder / "ca.key").unlink()
-    with pytest.raises(InputError, match=r"ca\.key: is not here; bring it back"):
-        certificates.make_server_certificate(folder, ["a"])
-    certificates.make_authority(tmp_path / "other")
+    with pytest.raises(InputError, match=r"ca\.key: does not exist; restore it"):
+        keys.make_server_certificate(folder, ["a"])
+    keys.make_authority(tmp_path / "other")
     shutil.copy(tmp_path / "other" / "ca.key", folder)
-    with pytest.raises(InputError, match="belong together"):
-        certificates.make_server_certificate(folder, ["a"])
+    with pytest.raises(InputError, match="restore the matching pair"):
+        keys.make_server_certificate(folder, ["a"])
     assert not (folder / "server.key").exists()
 
 
@@ -210,7 +209,7 @@ def test_the_command_makes_what_is_missing(tmp_path):
     assert "a: ca.crt and devices/a" in first.stdout
     assert "nobody: ca.key" in first.stdout
     folder = tmp_path / "k"
-    end = certificates.read_certificate(folder / "server.crt").not_valid_after_utc
+    end = keys.read_certificate(folder / "server.crt").not_valid_after_utc
     assert timedelta(days=89) < end - datetime.now(UTC) < timedelta(days=90)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -256,23 +255,23 @@ def test_without_cryptography_the_command_says_what_to_install(tmp_path):
     assert "pip install 'fedcpsl[federation]'" in done.stderr
 
 
-ORDER = Request("POST", "/v2/order")
+FETCH = SignedContent("POST", "/v2/order")
 
 
 def line(folder, name, key=None):
-    return signed_line(f"device/{name}", key or folder / "devices" / name, folder / "ca.crt", time.time(), ORDER)
+    return sign_request(f"device/{name}", key or folder / "devices" / name, folder / "ca.crt", time.time(), FETCH)
 
 
 def test_a_revoked_key_is_let_in_no_more(folder):
     signed = line(folder, "phone-1")
-    assert signer_of(signed, folder, time.time(), ORDER).who == "device/phone-1"
+    assert verify_request(signed, folder, time.time(), FETCH).who == "device/phone-1"
     public = (folder / "devices" / "phone-1.pub").read_text()
     keys.revoke_device(folder, "phone-1")
     with pytest.raises(RunError, match="this key was revoked"):
-        signer_of(signed, folder, time.time(), ORDER)
+        verify_request(signed, folder, time.time(), FETCH)
     (folder / "devices" / "phone-1.pub").write_text(public)  # somebody puts it back: the key stays revoked
     with pytest.raises(RunError, match="this key was revoked"):
-        signer_of(signed, folder, time.time(), ORDER)
+        verify_request(signed, folder, time.time(), FETCH)
     assert keys.revoked_devices(folder) == {"phone-1"}
     assert keys.forgotten_devices(folder) == set()
     with pytest.raises(InputError, match="has no key here to revoke; there are: phone-1"):
@@ -283,7 +282,7 @@ def test_a_device_can_be_given_another_key_after_that(folder):
     keys.revoke_device(folder, "phone-1", forget=True)
     (folder / "devices" / "phone-1").unlink()
     keys.make_device_key(folder, "phone-1")
-    assert signer_of(line(folder, "phone-1"), folder, time.time(), ORDER).who == "device/phone-1"
+    assert verify_request(line(folder, "phone-1"), folder, time.time(), FETCH).who == "device/phone-1"
     assert keys.revoked_devices(folder) == set()
     assert keys.forgotten_devices(folder) == {"phone-1"}
 
@@ -302,11 +301,11 @@ def test_a_renewed_key_is_let_in_beside_the_old_one_until_it_is_used(folder, tmp
     old_line, new_line = line(folder, "phone-1"), line(folder, "phone-1", new)
     for each in (old_line, old_line, new_line, new_line):
         assert ring.signer(each, "POST", "/v2/order", "") == "device/phone-1"
-    assert said == ["device 'phone-1': its new key is in use; the one before is let in no more"]
+    assert said == ["device 'phone-1': its new key is in use; the one before is no longer accepted"]
     for again in (ring, KeyRing(folder, tmp_path, said.append)):  # and after a restart
         with pytest.raises(RunError, match="this key was renewed"):
             again.signer(old_line, "POST", "/v2/order", "")
-    with pytest.raises(InputError, match=r"phone-1\.new: is already there"):
+    with pytest.raises(InputError, match=r"phone-1\.new: exists already"):
         keys.renew_device_key(folder, "phone-1")
     with pytest.raises(InputError, match="has no key here to renew"):
         keys.renew_device_key(folder, "phone-2")
@@ -322,11 +321,11 @@ def test_the_ring_says_who_was_refused_once_a_minute(folder, tmp_path):
     for _ in range(5):
         ring.report("10.0.0.7", "fedcpsl device/x\x1b[31m 1 sig", "no key is known")
     assert said == ["10.0.0.7, as device/x?[31m: refused: no key is known"]
-    assert ring.banned() == set()
+    assert ring.revoked() == set()
     keys.revoke_device(folder, "phone-1")
     for _ in range(3):
-        assert ring.banned() == {"phone-1"}
-    assert said[1:] == ["device 'phone-1': its key is revoked; it is shut out, and keeps its weight and its c_i"]
+        assert ring.revoked() == {"phone-1"}
+    assert said[1:] == ["device 'phone-1': its key is revoked; it is rejected, and keeps its weight and its c_i"]
     (tmp_path / "newest_keys.json").write_text("{")
     with pytest.raises(RunError, match=r"newest_keys\.json: cannot be read"):
         KeyRing(folder, tmp_path, said.append)
@@ -341,7 +340,7 @@ def test_the_server_takes_a_renewed_certificate(folder, tmp_path):
     for name in ("server.crt", "server.key"):
         (folder / name).unlink()
     ring.renew_certificate(context)  # it is being renewed
-    certificates.make_server_certificate(folder, ["fl.example.org"])
+    keys.make_server_certificate(folder, ["fl.example.org"])
     new = (folder / "server.key").read_bytes()
     (folder / "server.key").write_bytes(old)
     ring.renew_certificate(context)
@@ -376,10 +375,10 @@ def test_keys_that_cannot_be_read_keep_everybody_as_it_was(folder, tmp_path):
     said = []
     ring = KeyRing(folder, tmp_path, said.append)
     keys.revoke_device(folder, "phone-1")
-    assert ring.banned() == {"phone-1"}
+    assert ring.revoked() == {"phone-1"}
     (folder / "revoked").unlink()
     (folder / "revoked").mkdir()
-    assert ring.banned() == {"phone-1"}
+    assert ring.revoked() == {"phone-1"}
     assert "revoked: cannot be read" in said[-1]
     (folder / "forgotten").mkdir()
     assert ring.forgotten() == set()

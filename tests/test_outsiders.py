@@ -23,7 +23,7 @@ import pytest
 
 pytest.importorskip("cryptography", reason="cryptography is not installed: pip install 'fedcpsl[federation]'")
 
-from fedcpsl.deployment.addresses import free_port
+from fedcpsl.deployment.endpoints import free_port
 
 from .federation_desk import Desk, samples_of
 from .hosts import SERVER, address_of, hosts, inside, missing
@@ -212,7 +212,7 @@ def test_an_outsider_on_another_host_runs_nothing(machines, attack):
     assert "Successfully started run" not in done.stdout + done.stderr
     machines.wait(lambda: machines.status()["round"] >= before + 2)  # it goes on
     assert not mark.exists()
-    assert f"{address_of(2)}, as nobody: refused: it speaks to Flower" in machines.log("server")
+    assert f"{address_of(2)}, as anonymous: refused: it uses Flower's protocol" in machines.log("server")
 
 
 PROBE = """
@@ -262,7 +262,7 @@ def test_an_outsider_with_a_key_of_its_own_is_refused(machines):
     for words in (["--name", "ward-3"], []):
         asked = machines.run("outsider", "fedcpsl", "status", "fed.example.org:8443", "--keys", "stolen", *words)
         assert (asked.returncode, asked.stdout) == (1, "")
-        assert "no key is known that signed this" in asked.stderr
+        assert "not signed with a known key" in asked.stderr
 
 
 @needs_hosts
@@ -315,7 +315,7 @@ def test_a_second_server_touches_nothing(machines):
     assert "another process is working on this run" in same_folder.stderr
     same_port = machines.run("server", *words, "--port", "8443", "--folder", "elsewhere")
     assert same_port.returncode == 2
-    assert "cannot be listened on" in same_port.stderr
+    assert "cannot listen there" in same_port.stderr
     assert "listening on" not in same_port.stderr
     assert (server / "federation" / "job.toml").read_text() == before
     at = machines.status()["round"]
@@ -358,8 +358,8 @@ def test_a_device_is_revoked_while_all_runs(machines):
     before = {d["name"]: d for d in machines.status()["devices"]}
     done = machines.run("server", *shlex.split(revoke))
     assert done.returncode == 0, done.stderr
-    machines.wait(lambda: "device 'ward-7': its key is revoked; it is shut out" in machines.log("server"))
-    machines.wait(lambda: "does not let this device in" in machines.log("ward-7"))
+    machines.wait(lambda: "device 'ward-7': its key is revoked; it is rejected" in machines.log("server"))
+    machines.wait(lambda: "does not accept this device" in machines.log("ward-7"))
     at = machines.status()["round"]
     machines.wait(lambda: machines.status()["round"] >= at + 3)
     devices = {d["name"]: d for d in machines.status()["devices"]}
@@ -376,11 +376,11 @@ def test_a_device_is_revoked_while_all_runs(machines):
     machines.wait(lambda: machines.status()["round"] >= at + 8)
     again = {d["name"]: d for d in machines.status()["devices"]}
     assert again["ward-7"]["last_counted"] == counted
-    machines.wait(lambda: machines.log("server").count("its key is revoked; it is shut out") == 2)
+    machines.wait(lambda: machines.log("server").count("its key is revoked; it is rejected") == 2)
     forget = machines.run("server", "fedcpsl", "keys", "keys", "--revoke", "ward-7", "--forget")
     assert forget.returncode == 0, forget.stderr
     machines.wait(lambda: any(d["forgotten"] for d in machines.status()["devices"]))
-    machines.wait(lambda: "forgotten: ward-7; control variates start at 0 again" in machines.log("server"))
+    machines.wait(lambda: "forgotten: ward-7; control variates are reset to 0" in machines.log("server"))
     shown = machines.run("server", "fedcpsl", "status", "federation", environment={"COLUMNS": "200"})
     assert "forgotten: it has no weight any more" in shown.stdout
     at = machines.status()["round"]
@@ -406,7 +406,7 @@ def test_an_older_device_is_refused_clearly(tmp_path):
                 [BIN / "flower-supernode", *words], cwd=tmp_path, stdout=log, stderr=log, env=environment
             )
         try:
-            desk.wait_for_word("server", "it speaks to Flower: an older fedcpsl", LONGEST_S)
+            desk.wait_for_word("server", "it uses Flower's protocol: an older fedcpsl", LONGEST_S)
             desk.wait_for_word("node", "426", LONGEST_S)
         finally:
             node.terminate()
@@ -441,7 +441,7 @@ def test_an_older_server_is_refused_clearly(tmp_path):
         )
     try:
         desk.join("dev0")
-        desk.wait_for_word("dev0", "is no server of this fedcpsl (version 0.1", LONGEST_S)
+        desk.wait_for_word("dev0", "is not a server of this fedcpsl (version 0.1", LONGEST_S)
         assert list((tmp_path / "devices" / "dev0").iterdir()) == []
         assert desk.processes["dev0"].poll() is None  # it tries on: the server may be upgraded meanwhile
     finally:
@@ -486,13 +486,13 @@ def test_a_server_that_talks_too_much_is_cut_off(tmp_path):
 
 def test_numbers_of_the_page_are_those_of_the_code():
     from fedcpsl.federation.robustness import BOUND, SAMPLES_BOUND, Limits
-    from fedcpsl.federation.server import Rules
-    from fedcpsl.federation.server_store import KEPT
+    from fedcpsl.federation.server import RoundRules
+    from fedcpsl.federation.server_store import KEPT_STATES
 
     text = PAGE.read_text()
     assert f"more than {BOUND:g} times the median is refused" in text
     assert f"more than {SAMPLES_BOUND:g} times the median of all, and a third of all weight" in text
     assert f"`trimmed` cuts at each end ({Limits().trim:g})" in text
-    assert f"of which too few can be counted ({Rules(1, 0, 1.0).attempts})" in text
-    assert KEPT == 5
+    assert f"of which too few can be counted ({RoundRules(1, 0, 1.0).attempts})" in text
+    assert KEPT_STATES == 5
     assert "one of the last five states" in text

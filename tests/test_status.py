@@ -10,15 +10,12 @@ import pytest
 
 pytest.importorskip("cryptography", reason="cryptography is not installed: pip install 'fedcpsl[federation]'")
 
-from fedcpsl.deployment import certificates, keys, signing
-from fedcpsl.deployment.addresses import STATUS as PATH
-from fedcpsl.deployment.addresses import free_port, split_address
-from fedcpsl.deployment.http_server import Front, listening
-from fedcpsl.deployment.keyring import KeyRing
-from fedcpsl.deployment.mailbox import Mailbox
-from fedcpsl.deployment.signing import Request, signer_of
-from fedcpsl.deployment.status import LATE, OPERATOR, shown_part
-from fedcpsl.deployment.status_client import ask_status
+from fedcpsl.deployment import keys, signing
+from fedcpsl.deployment.endpoints import OPERATOR, free_port, split_address
+from fedcpsl.deployment.endpoints import STATUS_PATH as PATH
+from fedcpsl.deployment.http_server import HttpContext, Mailbox, listening
+from fedcpsl.deployment.signing import KeyRing, SignedContent, verify_request
+from fedcpsl.deployment.status import LATE, fetch_status, public_status
 from fedcpsl.errors import InputError, RunError
 
 from .command import fedcpsl
@@ -50,8 +47,8 @@ STATUS = {
 def place(tmp_path_factory):
     """A folder with keys and a status, and the port of a server that tells it."""
     folder = tmp_path_factory.mktemp("status")
-    certificates.make_authority(folder / "keys")
-    certificates.make_server_certificate(folder / "keys", ["127.0.0.1"])
+    keys.make_authority(folder / "keys")
+    keys.make_server_certificate(folder / "keys", ["127.0.0.1"])
     keys.make_operator_key(folder / "keys")
     for name in ("ann", "bob"):
         keys.make_device_key(folder / "keys", name)
@@ -63,7 +60,7 @@ def place(tmp_path_factory):
 
 def answering(folder, keys_folder, port):
     ring = None if keys_folder is None else KeyRing(keys_folder, folder, print)
-    return listening(Front(folder, Mailbox("", 0), ring, print), keys_folder, "127.0.0.1", port)
+    return listening(HttpContext(folder, Mailbox("", 0), ring, print), keys_folder, "127.0.0.1", port)
 
 
 def ask(place, *words):
@@ -110,7 +107,7 @@ def test_a_key_that_the_server_does_not_know_is_refused(place, tmp_path):
     for words in (["--name", "ann"], ["--name", "mallory"], []):
         shown = fedcpsl("status", f"127.0.0.1:{port}", "--keys", ".", *words, cwd=tmp_path)
         assert (shown.returncode, shown.stdout, shown.stderr.count("\n")) == (1, "", 1)
-        assert "does not tell its status: no key is known that signed this" in shown.stderr
+        assert "refuses to give its status: not signed with a known key" in shown.stderr
 
 
 def test_without_a_key_nothing_is_told(place):
@@ -121,7 +118,7 @@ def test_without_a_key_nothing_is_told(place):
     assert (without.returncode, "operator.key: cannot be read" in without.stderr) == (2, True)
     shown = ask(place, "--insecure")
     assert (shown.returncode, shown.stdout) == (1, "")
-    assert "does it want TLS and --keys" in shown.stderr
+    assert "does it need TLS and --keys" in shown.stderr
 
 
 def get(place, method, path, line=None):
@@ -138,7 +135,7 @@ def get(place, method, path, line=None):
 
 def operator_line(place, **changed):
     given = {"who": OPERATOR, "key": place[0] / "keys" / "operator.key", "ca": place[0] / "keys" / "ca.crt"}
-    return signing.signed_line(**given | {"now": time.time(), "request": Request("GET", PATH)} | changed)
+    return signing.sign_request(**given | {"now": time.time(), "request": SignedContent("GET", PATH)} | changed)
 
 
 def test_nothing_but_reading_the_status_is_answered(place):
@@ -166,21 +163,28 @@ def test_nothing_but_reading_the_status_is_answered(place):
 def test_a_signature_is_good_for_some_minutes_and_one_federation(place, tmp_path):
     now, folder = time.time(), place[0] / "keys"
     for apart in (-250, 250):
-        assert signer_of(operator_line(place, now=now + apart), folder, now, Request("GET", PATH)).who == "operator"
+        assert (
+            verify_request(operator_line(place, now=now + apart), folder, now, SignedContent("GET", PATH)).who
+            == "operator"
+        )
     for apart in (-400, 400):
         with pytest.raises(RunError, match="clocks of the two machines"):
-            signer_of(operator_line(place, now=now + apart), folder, now, Request("GET", PATH))
-    elsewhere = certificates.make_authority(tmp_path)
-    with pytest.raises(RunError, match="no key is known"):
-        signer_of(operator_line(place, ca=elsewhere), folder, now, Request("GET", PATH))
-    for other in (Request("POST", PATH), Request("GET", "/v2/order"), Request("GET", PATH, "ab" * 32)):
-        with pytest.raises(RunError, match="no key is known"):
-            signer_of(operator_line(place), folder, now, other)
+            verify_request(operator_line(place, now=now + apart), folder, now, SignedContent("GET", PATH))
+    elsewhere = keys.make_authority(tmp_path)
+    with pytest.raises(RunError, match="not signed with a known key"):
+        verify_request(operator_line(place, ca=elsewhere), folder, now, SignedContent("GET", PATH))
+    for other in (
+        SignedContent("POST", PATH),
+        SignedContent("GET", "/v2/order"),
+        SignedContent("GET", PATH, "ab" * 32),
+    ):
+        with pytest.raises(RunError, match="not signed with a known key"):
+            verify_request(operator_line(place), folder, now, other)
 
 
 def test_a_server_that_somebody_else_runs_is_not_believed(place, tmp_path):
     (tmp_path / "operator.key").write_bytes((place[0] / "keys" / "operator.key").read_bytes())
-    certificates.make_authority(tmp_path)
+    keys.make_authority(tmp_path)
     shown = fedcpsl("status", f"127.0.0.1:{place[1]}", "--keys", tmp_path, cwd=tmp_path)
     assert (shown.returncode, shown.stdout, shown.stderr.count("\n")) == (1, "", 1)
     assert "the server's certificate is not from the authority in ca.crt" in shown.stderr
@@ -197,17 +201,17 @@ def test_a_dead_server_is_said_to_be(place):
 def test_on_loopback_without_tls(tmp_path):
     port = free_port()
     with answering(tmp_path, None, port):
-        with pytest.raises(RunError, match="its job has not begun yet"):
-            ask_status(f"127.0.0.1:{port}", None, None, "")
+        with pytest.raises(RunError, match="its job has not started yet"):
+            fetch_status(f"127.0.0.1:{port}", None, None, "")
         (tmp_path / "status.json").write_text(json.dumps(STATUS))
         shown = fedcpsl("status", f"localhost:{port}", "--insecure", "--json", cwd=tmp_path)
-        assert json.loads(shown.stdout) == shown_part(STATUS, None)
-        certificates.make_authority(tmp_path)
+        assert json.loads(shown.stdout) == public_status(STATUS, None)
+        keys.make_authority(tmp_path)
         keys.make_operator_key(tmp_path)
-        with pytest.raises(RunError, match="speaks no TLS"):
-            ask_status(f"127.0.0.1:{port}", tmp_path / "ca.crt", tmp_path / "operator.key", "operator")
+        with pytest.raises(RunError, match="TLS is not supported"):
+            fetch_status(f"127.0.0.1:{port}", tmp_path / "ca.crt", tmp_path / "operator.key", "operator")
     with pytest.raises(InputError, match="only a server on this machine"):
-        ask_status("192.0.2.1:8443", None, None, "")
+        fetch_status("192.0.2.1:8443", None, None, "")
 
 
 def test_a_silent_client_keeps_nobody_waiting(place):
@@ -220,7 +224,7 @@ def test_a_silent_client_keeps_nobody_waiting(place):
 
 
 def test_a_port_that_is_taken_is_an_error(place):
-    taken = pytest.raises(InputError, match=r"cannot be listened on: .*in use.*; give another --port")
+    taken = pytest.raises(InputError, match=r"cannot listen there: .*in use.*; give another --port")
     with taken, answering(place[0], None, place[1]):
         raise AssertionError("it listens")
     assert get(place, "GET", PATH)[0] == 401  # the other one still answers

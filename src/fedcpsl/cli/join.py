@@ -84,10 +84,8 @@ def _join(parsed: argparse.Namespace) -> int:
     if not parsed.data.exists():
         raise InputError(f"{parsed.data}: no such file")
     from fedcpsl.config import Data
-    from fedcpsl.deployment.conditions import Conditions
-    from fedcpsl.deployment.device_process import DeviceConfig, Handler
-    from fedcpsl.deployment.join import join
-    from fedcpsl.federation.protection import Protection, check_protection
+    from fedcpsl.deployment.device_process import Conditions, DeviceConfig, Handler, run_device
+    from fedcpsl.federation.privacy import Protection, check_protection
 
     os.umask(0o077)
     logging.basicConfig(level=logging.INFO, format="fedcpsl: %(message)s")
@@ -108,11 +106,11 @@ def _join(parsed: argparse.Namespace) -> int:
     conditions = Conditions(not parsed.not_on_battery, parsed.most_load)
     owner = DeviceConfig(parsed.name, data, folder, budget, protection, parsed.share_accuracy, conditions)
     if parsed.socket:
-        from fedcpsl.flower.local_socket import answer_at
+        from fedcpsl.flower.local_socket import serve_socket
 
-        answer_at(parsed.socket, Handler(owner).answer)
+        serve_socket(parsed.socket, Handler(owner).handle)
     key = None if keys is None else key_of(keys, parsed.name)
-    join(parsed.server, owner, None if keys is None else keys / "ca.crt", key, _say)
+    run_device(parsed.server, owner, None if keys is None else keys / "ca.crt", key, _say)
     return 0
 
 

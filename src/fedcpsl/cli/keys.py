@@ -71,16 +71,16 @@ def _keys(parsed: argparse.Namespace) -> int:
 def _make_missing(
     folder: Path, hosts: Sequence[str], devices: Sequence[str], days: int | None, authority_days: int | None
 ) -> Iterator[Path]:
-    from fedcpsl.deployment import certificates, keys
+    from fedcpsl.deployment import keys
 
     known = keys.public_keys(folder)
     wanted = [name for name in dict.fromkeys(devices) if keys.device_key(folder, name).name not in known]
-    names = {host: certificates.general_name(host) for host in hosts}
+    names = {host: keys.general_name(host) for host in hosts}
     certified = (folder / "server.crt").exists()
     if not certified and not hosts:
         raise InputError("--server: give the host names and addresses by which devices reach the server")
     if certified:
-        named = certificates.hosts_of(certificates.read_certificate(folder / "server.crt"))
+        named = keys.hosts_of(keys.read_certificate(folder / "server.crt"))
         strange = [host for host, name in names.items() if str(name.value) not in named]
         if strange:
             raise InputError(
@@ -88,11 +88,9 @@ def _make_missing(
                 "move server.crt and server.key away to have another made"
             )
     if not (folder / "ca.crt").exists():
-        yield certificates.make_authority(
-            folder, certificates.AUTHORITY_DAYS if authority_days is None else authority_days
-        )
+        yield keys.make_authority(folder, keys.AUTHORITY_DAYS if authority_days is None else authority_days)
     if not certified:
-        yield certificates.make_server_certificate(folder, hosts, certificates.SERVER_DAYS if days is None else days)
+        yield keys.make_server_certificate(folder, hosts, keys.SERVER_DAYS if days is None else days)
     if not (folder / "operator.pub").exists():
         yield keys.make_operator_key(folder)
     for name in wanted:

@@ -60,11 +60,13 @@ def secured(keys: Path | None, *, insecure: bool) -> Path | None:
 
 def _serve(parsed: argparse.Namespace) -> int:
     keys = secured(parsed.keys, insecure=parsed.insecure)
-    from fedcpsl.deployment.serve import Place, serve_job
+    from fedcpsl.deployment.serve import ServerConfig, serve_job
 
     logging.basicConfig(level=logging.ERROR, format="fedcpsl: %(message)s")
     os.umask(0o077)
-    serve_job(parsed.job, Place(parsed.folder, keys, parsed.host, parsed.port), _say, status_sayer(), parsed.back_to)
+    serve_job(
+        parsed.job, ServerConfig(parsed.folder, keys, parsed.host, parsed.port), _say, status_sayer(), parsed.back_to
+    )
     _print(_read(parsed.folder))
     return 0
 
@@ -109,14 +111,14 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _ask(server: str, keys: Path | None, name: str) -> dict[str, Any]:
-    from fedcpsl.deployment.status import DEVICE, OPERATOR
-    from fedcpsl.deployment.status_client import ask_status
+    from fedcpsl.deployment.endpoints import DEVICE, OPERATOR
+    from fedcpsl.deployment.status import fetch_status
 
     if keys is None:
-        return ask_status(server, None, None, "")
+        return fetch_status(server, None, None, "")
     if not name:
-        return ask_status(server, keys / "ca.crt", keys / "operator.key", OPERATOR)
-    return ask_status(server, keys / "ca.crt", key_of(keys, name), f"{DEVICE}{name}")
+        return fetch_status(server, keys / "ca.crt", keys / "operator.key", OPERATOR)
+    return fetch_status(server, keys / "ca.crt", key_of(keys, name), f"{DEVICE}{name}")
 
 
 def key_of(keys: Path, name: str) -> Path:

@@ -1,5 +1,5 @@
-"""Federations of real devices over HTTPS: a server that devices call, keys, and what each side's process does.
+"""Federations of real devices over HTTPS: the server's process, the devices' processes, and keys.
 
-The server has one address and three paths: devices fetch orders and send answers, and who has a key reads the status.
-Nothing that arrives is ever run: a device runs its installed fedcpsl, and a run is started by `fedcpsl serve` alone.
+Devices connect to the server, fetch instructions and send replies; the operator and devices with a key can read the
+status. Received content is never executed: a device runs its installed fedcpsl, and only `fedcpsl serve` starts a run.
 """

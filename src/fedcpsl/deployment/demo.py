@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fedcpsl.deployment.addresses import free_port
+from fedcpsl.deployment.endpoints import free_port
 from fedcpsl.deployment.status import read_status
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.storage import make_folder, write_whole
@@ -32,18 +32,17 @@ hidden = [64]
 rounds = {rounds}
 active = {active}
 """
-LABELLED = 0.1
-LONGEST_S = 900.0
+LABELLED_SHARE = 0.1
+DEMO_TIMEOUT_S = 900.0
 
 
 def prepare_demo(folder: Path, devices: int, rounds: int) -> list[str]:
-    """The job, the keys, and for every device a file with two kinds of digits, few of them labelled."""
+    """Write the job, the keys, and for every device a file with two kinds of digits, few of them labelled."""
     if folder.exists():
         raise InputError(f"{folder}: exists already; give another --folder, or remove it")
     from sklearn.datasets import load_digits
 
-    from fedcpsl.deployment.certificates import make_authority, make_server_certificate
-    from fedcpsl.deployment.keys import make_device_key, make_operator_key
+    from fedcpsl.deployment.keys import make_authority, make_device_key, make_operator_key, make_server_certificate
 
     make_folder(folder)
     names = [f"phone-{i}" for i in range(devices)]
@@ -60,13 +59,13 @@ def prepare_demo(folder: Path, devices: int, rounds: int) -> list[str]:
         make_device_key(keys, name)
         mine = np.flatnonzero(np.isin(y, [2 * i % 10, (2 * i + 1) % 10]))
         test = rng.random(len(mine)) < 0.2
-        hidden = (rng.random(len(mine)) > LABELLED) & ~test
+        hidden = (rng.random(len(mine)) > LABELLED_SHARE) & ~test
         np.savez(folder / f"{name}.npz", x=x[mine], y=np.where(hidden, -1, y[mine]), test=test)
     return names
 
 
 def run_demo(folder: Path, names: list[str], show: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
-    """Start everybody, and return the last status; `show` is given every new one."""
+    """Start the server and all devices, and return the last status; `show` gets every new one."""
     port = str(free_port())
     with ExitStack() as running:
         server = running.enter_context(
@@ -75,7 +74,7 @@ def run_demo(folder: Path, names: list[str], show: Callable[[Mapping[str, Any]],
         for name in names:
             joined = ["join", f"127.0.0.1:{port}", "--data", f"{name}.npz", "--name", name, "--keys", "keys"]
             running.enter_context(_process(folder, name, *joined, "--share-accuracy"))
-        end, seen = time.monotonic() + LONGEST_S, 0.0
+        end, seen = time.monotonic() + DEMO_TIMEOUT_S, 0.0
         while time.monotonic() < end and server.poll() is None:
             if (folder / "server" / "status.json").exists():
                 status = read_status(folder / "server")
@@ -84,8 +83,8 @@ def run_demo(folder: Path, names: list[str], show: Callable[[Mapping[str, Any]],
                     show(status)
             time.sleep(0.3)
         if server.poll() != 0:
-            said = (folder / "serve.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-            raise RunError(f"the server did not come to the end: {''.join(said)}; see {folder / 'serve.log'}")
+            last_line = (folder / "serve.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+            raise RunError(f"the server failed: {''.join(last_line)}; see {folder / 'serve.log'}")
     return read_status(folder / "server")
 
 

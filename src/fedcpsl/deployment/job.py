@@ -1,4 +1,4 @@
-"""What a federation does, as a TOML file: a run's config, and [federation] with what no data is there to tell."""
+"""A federation's job as a TOML file: a run's config, and [federation] with what a simulator would take from data."""
 
 import tomllib
 from dataclasses import replace
@@ -17,10 +17,10 @@ from fedcpsl.data.federation import Source
 from fedcpsl.data.scaling import Scaling
 from fedcpsl.engine import Network, cache_last_call
 from fedcpsl.errors import InputError, did_you_mean
-from fedcpsl.federation.messages import LARGEST_SEED, sent_tensors
-from fedcpsl.federation.protection import Protection, check_protection
-from fedcpsl.federation.robustness import BY_COORDINATE, Limits, check_limits
-from fedcpsl.federation.server import Rules
+from fedcpsl.federation.messages import MAX_SEED, sent_tensors
+from fedcpsl.federation.privacy import Protection, check_protection
+from fedcpsl.federation.robustness import COORDINATE_WISE, Limits, check_limits
+from fedcpsl.federation.server import RoundRules
 from fedcpsl.federation.terms import Terms, shapes_of, terms_from
 from fedcpsl.models import choose_model, make_model
 from fedcpsl.schedule import stream
@@ -28,7 +28,7 @@ from fedcpsl.settings import AUTO
 from fedcpsl.simulation.setup import choose_eta
 from fedcpsl.trees import bytes_of
 
-OF_RULES: dict[str, type] = {
+RULE_KEYS: dict[str, type] = {
     "deadline": float,
     "least": int,
     "quorum": int,
@@ -36,37 +36,37 @@ OF_RULES: dict[str, type] = {
     "budget": float,
     "attempts": int,
 }
-OF_LIMITS: dict[str, type] = {
+LIMIT_KEYS: dict[str, type] = {
     "bound": float,
     "trim": float,
     "largest_norm": float,
     "largest_samples": int,
 }
-OF_DATA = ("shape", "classes", "shift", "scale")
-OF_PRIVACY: dict[str, type] = {"clip": float, "noise": float, "delta": float}
-DELTA = 1e-5
-LARGEST_TEXT = 1 << 18  # bytes of a job
-MOST_LAYERS = 100
-LARGEST_MODEL = 1 << 28  # parameters: 1 GiB in float32
+DATA_KEYS = ("shape", "classes", "shift", "scale")
+PRIVACY_KEYS: dict[str, type] = {"clip": float, "noise": float, "delta": float}
+DEFAULT_DELTA = 1e-5
+MAX_TEXT_LENGTH = 1 << 18  # characters of a job
+MAX_LAYERS = 100
+MAX_PARAMETERS = 1 << 28  # of a model: 1 GiB in float32
 
 
 class Job(NamedTuple):
-    """A federation's settings; `text` is the file, which devices are sent."""
+    """A federation's settings; `text` is the file, which is sent to devices."""
 
     text: str
     config: Config
     shape: tuple[int, ...]  # of one input
     classes: tuple[str, ...]
     scaling: Scaling | None  # of inputs, the same on every device
-    rules: Rules
-    protection: Protection  # that every device gives its updates at least
-    delta: float  # at which epsilon is told
+    rules: RoundRules
+    protection: Protection  # the minimum for every device's updates
+    delta: float  # at which epsilon is computed
 
 
 def read_job(text: str, where: str) -> Job:
-    """A job from its text, every setting checked, also its model's size, before any memory is taken for it."""
-    if len(text) > LARGEST_TEXT:
-        raise InputError(f"{where}: has {len(text)} characters; at most {LARGEST_TEXT} are read")
+    """Read a job from its text. Every setting is checked, also the model's size before any memory is allocated."""
+    if len(text) > MAX_TEXT_LENGTH:
+        raise InputError(f"{where}: has {len(text)} characters; the maximum is {MAX_TEXT_LENGTH}")
     try:
         content = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, ValueError) as error:
@@ -76,7 +76,7 @@ def read_job(text: str, where: str) -> Job:
     own = content.pop("federation", None)
     if not isinstance(own, dict):
         raise InputError(f"{where}: needs a section [federation] with shape and classes")
-    known = [*OF_RULES, *OF_LIMITS, "aggregation", *OF_DATA, *OF_PRIVACY]
+    known = [*RULE_KEYS, *LIMIT_KEYS, "aggregation", *DATA_KEYS, *PRIVACY_KEYS]
     for key in own:
         if key not in known:
             raise InputError(f"{where}: [federation] {key}: no such setting; {did_you_mean(key, known)}")
@@ -88,42 +88,42 @@ def read_job(text: str, where: str) -> Job:
         raise InputError(f"{where}: [federation] shape: give the sizes of one input, for example [1, 28, 28]")
     if not isinstance(classes, list) or len(classes) < 2 or len({str(c) for c in classes}) < len(classes):
         raise InputError(f'{where}: [federation] classes: give the names of at least two, for example ["cat", "dog"]')
-    if config.run.seed >= LARGEST_SEED:
-        raise InputError(f"{where}: run.seed = {config.run.seed}: give a number below {LARGEST_SEED}")
-    private = _numbers(OF_PRIVACY, own, where)
+    if config.run.seed >= MAX_SEED:
+        raise InputError(f"{where}: run.seed = {config.run.seed}: give a number below {MAX_SEED}")
+    private = _numbers(PRIVACY_KEYS, own, where)
     protection = Protection(private.get("clip", 0.0), private.get("noise", 0.0))
     check_protection(protection)
     rules = _rules(config, own, where)
     job = Job(
         text,
-        _without_sums(config, where) if rules.limits.aggregation in BY_COORDINATE else config,
+        _without_sums(config, where) if rules.limits.aggregation in COORDINATE_WISE else config,
         tuple(shape),
         tuple(map(str, classes)),
         _scaling(own, shape, where),
         rules,
         protection,
-        private.get("delta", DELTA),
+        private.get("delta", DEFAULT_DELTA),
     )
-    if parameters_of(job) > LARGEST_MODEL:
-        raise InputError(f"{where}: its model has {parameters_of(job)} parameters; at most {LARGEST_MODEL} are taken")
+    if parameters_of(job) > MAX_PARAMETERS:
+        raise InputError(f"{where}: its model has {parameters_of(job)} parameters; the maximum is {MAX_PARAMETERS}")
     return job
 
 
 def parameters_of(job: Job) -> int:
-    """How many parameters the job's model has, told without making it."""
+    """Return the number of parameters of the job's model, without allocating it."""
     hidden = job.config.model.hidden
-    if len(hidden) > MOST_LAYERS or max(hidden, default=0) > LARGEST_MODEL or prod(job.shape) > LARGEST_MODEL:
-        return LARGEST_MODEL + 1
+    if len(hidden) > MAX_LAYERS or max(hidden, default=0) > MAX_PARAMETERS or prod(job.shape) > MAX_PARAMETERS:
+        return MAX_PARAMETERS + 1
     with torch.device("meta"):
         return sum(p.numel() for p in _model_of(job).parameters())
 
 
 @cache_last_call
-def message_bytes(job: Job) -> tuple[int, int]:
-    """The most that the tensors of an order and of an answer can take: what the algorithm sends each way."""
-    shapes = shapes_of(server_terms(job))
-    order, answer = (sum(map(bytes_of, sent_tensors(tree).values())) for tree in (shapes.broadcast, shapes.upload))
-    return order, answer
+def max_message_bytes(job: Job) -> tuple[int, int]:
+    """Return the maximum bytes of the tensors of an instruction and of a reply: what the algorithm sends each way."""
+    shapes = shapes_of(job_terms(job))
+    instruction, reply = (sum(map(bytes_of, sent_tensors(tree).values())) for tree in (shapes.broadcast, shapes.upload))
+    return instruction, reply
 
 
 def _model_of(job: Job) -> nn.Module:
@@ -133,7 +133,7 @@ def _model_of(job: Job) -> nn.Module:
 
 
 def _without_sums(config: Config, where: str) -> Config:
-    """What is robust number by number counts no device's whole update, so none could keep its part of a sum (c_i)."""
+    """Return the config without c and c_i: coordinate-wise aggregation counts no whole update of any device."""
     without = optional(find_algorithm(config.algorithm.name)[0], "without_sums")
     try:
         return replace(config, algorithm=without(config.algorithm)) if without else config
@@ -153,13 +153,13 @@ def _numbers(kinds: dict[str, type], own: dict[str, Any], where: str) -> dict[st
     return given
 
 
-def _rules(config: Config, own: dict[str, Any], where: str) -> Rules:
-    given, limits = _numbers(OF_RULES, own, where), Limits(**_numbers(OF_LIMITS, own, where))
+def _rules(config: Config, own: dict[str, Any], where: str) -> RoundRules:
+    given, limits = _numbers(RULE_KEYS, own, where), Limits(**_numbers(LIMIT_KEYS, own, where))
     limits = limits._replace(aggregation=own.get("aggregation", limits.aggregation))
     check_limits(limits)
-    least = config.work.active if isinstance(config.work.active, int) else 2
-    always = {"rounds": config.work.rounds, "seed": config.run.seed, "deadline": 600.0, "least": least}
-    return Rules(**always | given, limits=limits)
+    given["min_devices"] = given.pop("least", config.work.active if isinstance(config.work.active, int) else 2)
+    always = {"rounds": config.work.rounds, "seed": config.run.seed, "deadline": 600.0}
+    return RoundRules(**always | given, limits=limits)
 
 
 def _scaling(own: dict[str, Any], shape: list[int], where: str) -> Scaling | None:
@@ -185,8 +185,8 @@ def _scaling(own: dict[str, Any], shape: list[int], where: str) -> Scaling | Non
 
 
 @cache_last_call
-def server_terms(job: Job) -> Terms:
-    """What both sides of the job agree on."""
+def job_terms(job: Job) -> Terms:
+    """Return the terms of a job, the same on both sides."""
     config = job.config
     torch.manual_seed(int(stream(config.run.seed, "init").integers(2**63)))
     dtype = torch.float64 if config.run.dtype == "float64" else torch.float32
@@ -196,13 +196,13 @@ def server_terms(job: Job) -> Terms:
     return terms_from(replace(config.algorithm, eta=eta), network, config.work, active)
 
 
-def fitted(source: Source, job: Job, where: Path) -> Source:
-    """A device's samples with the job's classes; an error names what does not fit."""
+def fit_to_job(source: Source, job: Job, where: Path) -> Source:
+    """Return a device's samples with the job's classes; InputError where they do not fit."""
     if source.x.shape[1:] != job.shape:
         raise InputError(f"{where}: an input has shape {list(source.x.shape[1:])} where the job's is {list(job.shape)}")
-    place = {name: i for i, name in enumerate(job.classes)}
-    unknown = [name for name in source.class_names if name not in place]
+    index = {name: i for i, name in enumerate(job.classes)}
+    unknown = [name for name in source.class_names if name not in index]
     if unknown:
         raise InputError(f"{where}: the job has no class {unknown[0]!r}; it has {', '.join(job.classes)}")
-    into = np.array([*(place[name] for name in source.class_names), -1])
-    return source._replace(y=into[source.y], class_names=job.classes, scaling=job.scaling)
+    encoded = np.array([*(index[name] for name in source.class_names), -1])
+    return source._replace(y=encoded[source.y], class_names=job.classes, scaling=job.scaling)

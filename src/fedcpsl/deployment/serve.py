@@ -1,31 +1,104 @@
-"""The server's process: it listens, lets devices in by their keys, and runs the job's rounds."""
+"""The server's process: listen for devices, run the job's rounds, and write status.json."""
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fedcpsl.deployment.addresses import LOOPBACK, address
-from fedcpsl.deployment.http_server import Front, Listener, listening
-from fedcpsl.deployment.job import Job, message_bytes, read_job, server_terms
-from fedcpsl.deployment.keyring import KeyRing
-from fedcpsl.deployment.mailbox import Mailbox
-from fedcpsl.deployment.rounds import pause_after, rounds
+from fedcpsl.deployment.endpoints import LOOPBACK, Notify, format_address
+from fedcpsl.deployment.job import Job, job_terms, max_message_bytes, read_job
 from fedcpsl.deployment.status import read_status
 from fedcpsl.errors import InputError, RunError
-from fedcpsl.federation.privacy import check_delta
-from fedcpsl.federation.server_store import go_back
-from fedcpsl.storage import locked, make_folder, write_whole
+from fedcpsl.federation.messages import Transport
+from fedcpsl.federation.privacy import check_delta, epsilon
+from fedcpsl.federation.server import DeviceNames, serve
+from fedcpsl.federation.server_store import ServerState, go_back
+from fedcpsl.storage import locked, make_folder, to_json, write_whole
 
-KEYS_S = 2.0  # between looks at the keys
-Say = Callable[[str], None]
+if TYPE_CHECKING:  # they need more packages than rounds over another transport do
+    from fedcpsl.deployment.http_server import Listener
+    from fedcpsl.deployment.signing import KeyRing
+
+LOG = logging.getLogger("fedcpsl")
+IDLE_S, MAX_IDLE_S = 1.0, 60.0  # between attempts that counted no update
+MAX_EVENTS = 20  # in status.json
+KEYS_S = 2.0  # between checks of the keys
 Show = Callable[[Mapping[str, Any]], None]
 
 
-class Place(NamedTuple):
-    """Where a server is: its folder, its keys (None: no TLS, on loopback alone) and where it listens."""
+def run_rounds(transport: Transport, job: Job, folder: Path, to_forget: DeviceNames = tuple) -> Iterator[ServerState]:
+    """Run a job over a transport; yield the state after every attempt, and write it to status.json."""
+    began = time.time()
+    accuracy: dict[str, float] = {}
+    events: list[dict[str, Any]] = []
+    for state in serve(job_terms(job), job.rules, folder / "server", transport, to_forget):
+        accuracy |= state.accuracy
+        events = [*events, *({"time": time.time(), "text": text} for text in state.events)][-MAX_EVENTS:]
+        online = [] if state.over else transport.present()
+        status = status_of(job, state, accuracy, online, began) | {"events": events}
+        write_whole(folder / "status.json", to_json(status, indent=2) + "\n", private=True)
+        for reason in (*state.dropouts.values(), *state.events):
+            LOG.warning("%s", reason)
+        if state.counted:
+            LOG.info("round %s: counted %s", state.round, ", ".join(state.counted))
+        yield state
+
+
+def pause_after(state: ServerState) -> float:
+    """Return the seconds until the next attempt: 0 after a counted update, else more and more."""
+    if state.counted or state.over:
+        return 0.0
+    return min(IDLE_S * 2 ** min(state.attempt.number // 4, 10), MAX_IDLE_S)
+
+
+def status_of(
+    job: Job, state: ServerState, accuracy: dict[str, float], online: Iterable[str], began: float
+) -> dict[str, Any]:
+    """Return the content of status.json."""
+    connected = set(online)
+    devices = [
+        {
+            "name": record.name,
+            "labelled": record.labelled,
+            "unlabelled": record.unlabelled,
+            "online": record.name in connected,
+            "last_counted": None if record.counted is None else record.counted.round,
+            "accuracy": accuracy.get(record.name),
+            "offences": record.offences,
+            "excluded_until": record.excluded_until if record.excluded_until > state.round else None,
+            "forgotten": record.forgotten,
+            "problem": state.dropouts.get(record.name),
+        }
+        for record in state.roster
+    ]
+    return {
+        "run": state.run,
+        "round": state.round,
+        "rounds": job.rules.rounds,
+        "attempt": state.attempt.number,
+        "over": state.over,
+        "began": began,
+        "updated": time.time(),
+        "privacy": privacy_of(job, state),
+        "waiting_for": 0 if state.begun else max(0, job.rules.min_devices - len(state.roster)),
+        "devices": devices,
+        "strangers": {name: why for name, why in state.dropouts.items() if name not in {d["name"] for d in devices}},
+    }
+
+
+def privacy_of(job: Job, state: ServerState) -> dict[str, float] | None:
+    """Return the epsilon of the device that was asked most often; None where the job has no noise."""
+    if not job.protection.noise:
+        return None
+    most = max((record.asked for record in state.roster), default=0)
+    return {"epsilon": epsilon(job.protection.noise, most, job.delta), "delta": job.delta, "updates": most}
+
+
+class ServerConfig(NamedTuple):
+    """A server's folder, keys (None: no TLS, only on loopback) and the address that it listens on."""
 
     folder: Path
     keys: Path | None
@@ -33,71 +106,74 @@ class Place(NamedTuple):
     port: int
 
 
-def serve_job(path: Path, place: Place, say: Say, show: Show, back_to: int | None = None) -> None:
-    """Serve a job until its last round; `show` is given every new status. Nothing is touched before it is ours."""
-    if place.keys is None and place.host not in LOOPBACK:
+def serve_job(path: Path, config: ServerConfig, notify: Notify, show: Show, back_to: int | None = None) -> None:
+    """Serve a job until its last round; `show` gets every new status. The folder is locked before it is written to."""
+    from fedcpsl.deployment.http_server import HttpContext, Mailbox, listening
+    from fedcpsl.deployment.signing import KeyRing
+
+    if config.keys is None and config.host not in LOOPBACK:
         raise InputError(
-            f"--host {place.host}: without keys and TLS a server may only listen on loopback; use 'fedcpsl keys'"
+            f"--host {config.host}: without keys and TLS a server may only listen on loopback; use 'fedcpsl keys'"
         )
-    job = _read(path)
-    if place.keys is not None:
-        _check_keys(place.keys, say)
-    make_folder(place.folder, private=True)
-    with locked(place.folder):
-        _keep_job(path, job, place.folder)
-        ring = None if place.keys is None else KeyRing(place.keys, place.folder, say)
-        mailbox = Mailbox(job.text, message_bytes(job)[1], set if ring is None else ring.banned)
-        front = Front(place.folder, mailbox, ring, say)
-        with listening(front, place.keys, place.host, place.port) as listener:
+    job = _read_job(path)
+    if config.keys is not None:
+        _check_keys(config.keys, notify)
+    make_folder(config.folder, private=True)
+    with locked(config.folder):
+        _keep_job(path, job, config.folder)
+        ring = None if config.keys is None else KeyRing(config.keys, config.folder, notify)
+        mailbox = Mailbox(job.text, max_message_bytes(job)[1], set if ring is None else ring.revoked)
+        context = HttpContext(config.folder, mailbox, ring, notify)
+        with listening(context, config.keys, config.host, config.port) as listener:
             if back_to is not None:
-                _go_back(job, place.folder, back_to, say)
-            say(f"listening on {address(place.host, place.port)}")
-            with _watched(ring, listener, say):
-                for state in rounds(mailbox, job, place.folder, tuple if ring is None else ring.forgotten):
+                _go_back(job, config.folder, back_to, notify)
+            notify(f"listening on {format_address(config.host, config.port)}")
+            with _watch_keys(ring, listener, notify):
+                for state in run_rounds(mailbox, job, config.folder, tuple if ring is None else ring.forgotten):
                     listener.check()
-                    show(read_status(place.folder))
+                    show(read_status(config.folder))
                     time.sleep(pause_after(state))
 
 
-def _read(path: Path) -> Job:
+def _read_job(path: Path) -> Job:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     job = read_job(text, str(path))
-    server_terms(job)
+    job_terms(job)
     if job.protection.noise:
         check_delta(job.delta)
     return job
 
 
-def _check_keys(keys: Path, say: Say) -> None:
+def _check_keys(keys: Path, notify: Notify) -> None:
     from fedcpsl.deployment.keys import warnings_about
 
     for name in ("ca.crt", "server.crt", "server.key"):
         if not (keys / name).is_file():
-            raise InputError(f"{keys / name}: is not there; 'fedcpsl keys' makes it")
+            raise InputError(f"{keys / name}: does not exist; 'fedcpsl keys' makes it")
     for warning in warnings_about(keys):
-        say(f"warning: {warning}")
+        notify(f"warning: {warning}")
 
 
 def _keep_job(path: Path, job: Job, folder: Path) -> None:
-    """Put the job where the folder's state is; a folder keeps its job."""
+    """Copy the job into the folder; InputError where the folder has another one."""
     kept = folder / "job.toml"
     if kept.exists() and kept.read_text(encoding="utf-8", errors="replace") != job.text:
         raise InputError(f"{kept}: is another job than {path}; give another --folder, or the old job")
     write_whole(kept, job.text, private=True)
 
 
-def _go_back(job: Job, folder: Path, round: int, say: Say) -> None:
-    terms = server_terms(job)
+def _go_back(job: Job, folder: Path, round: int, notify: Notify) -> None:
+    terms = job_terms(job)
     state = go_back(folder / "server", terms, round)
-    say(f"back to the state after {state.round} rounds; control variates start at 0 again")
+    notify(f"back to the state after {state.round} rounds; control variates are reset to 0")
 
 
 @contextmanager
-def _watched(ring: KeyRing | None, listener: Listener, say: Say) -> Iterator[None]:
-    """Look at the keys every other second meanwhile: what is revoked or renewed holds at once, also during a round."""
+def _watch_keys(ring: "KeyRing | None", listener: "Listener", notify: Notify) -> Iterator[None]:
+    """Check the keys every other second meanwhile: revoking and renewing take effect at once, also during a round."""
     if ring is None:
         yield
         return
@@ -106,10 +182,10 @@ def _watched(ring: KeyRing | None, listener: Listener, say: Say) -> Iterator[Non
     def watch() -> None:
         while not over.wait(KEYS_S):
             try:
-                ring.banned()
+                ring.revoked()
                 ring.renew_certificate(listener.ssl)
             except RunError as error:
-                say(str(error))
+                notify(str(error))
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()

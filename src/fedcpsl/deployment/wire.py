@@ -10,20 +10,20 @@ from safetensors.torch import load, save
 from fedcpsl.errors import RunError
 from fedcpsl.federation.messages import Message
 
-TYPES = {"F32": 4, "F64": 8}  # what a tensor may be of
-LARGEST_ABOUT = 1 << 20  # bytes of a message without its tensors
+DTYPES = ("F32", "F64")  # that a tensor may have
+MAX_PREFIX_BYTES = 1 << 20
 Read = Callable[[int], bytes]
 
 
 class Packet(NamedTuple):
-    """A message, and the job that it belongs to as the server describes it (nothing in an answer)."""
+    """A message, and the text of the job that it belongs to (empty in a reply)."""
 
     message: Message
     job: str = ""
 
 
-class About(NamedTuple):
-    """What stands before the tensors of a message."""
+class MessagePrefix(NamedTuple):
+    """Everything that comes before the tensors of a message."""
 
     header: dict[str, Any]
     job: str
@@ -32,12 +32,13 @@ class About(NamedTuple):
 
 
 def pack(message: Message, job: str = "") -> bytes:
+    """Return a message as bytes."""
     tensors = {name: t.detach().cpu().contiguous() for name, t in message.tensors.items()}
     return save(tensors, {"header": json.dumps(message.header), "job": job})
 
 
 def unpack(content: bytes, who: str) -> Packet:
-    """The message in bytes; RunError where there is none."""
+    """Return the message in bytes; RunError where they are not one."""
     left = memoryview(content)
     position = 0
 
@@ -47,15 +48,15 @@ def unpack(content: bytes, who: str) -> Packet:
         position += count
         return piece
 
-    about = read_about(read, who)
-    return finish(about, bytes(left[position:]), who)
+    prefix = read_prefix(read, who)
+    return read_message(prefix, bytes(left[position:]), who)
 
 
-def read_about(read: Read, who: str) -> About:
-    """What stands before the tensors, by reading no more than that: `read` gives as many bytes as it is asked for."""
+def read_prefix(read: Read, who: str) -> MessagePrefix:
+    """Read only what comes before the tensors; `read(n)` returns the next n bytes."""
     first = read(8)
     length = int.from_bytes(first, "little")
-    if len(first) < 8 or not 2 <= length <= LARGEST_ABOUT:
+    if len(first) < 8 or not 2 <= length <= MAX_PREFIX_BYTES:
         raise RunError(f"{who}: not a message of fedcpsl")
     text = read(length)
     try:
@@ -69,22 +70,22 @@ def read_about(read: Read, who: str) -> About:
     if not isinstance(header, dict) or not isinstance(job, str):
         raise RunError(f"{who}: not a message of fedcpsl")
     if any(not isinstance(value, bool | int | float | str) for value in header.values()):
-        raise RunError(f"{who}: its header has values that are no numbers or words")
-    return About(header, job, sum(sizes), first + text)
+        raise RunError(f"{who}: its header has values that are neither numbers nor strings")
+    return MessagePrefix(header, job, sum(sizes), first + text)
 
 
-def finish(about: About, tensors: bytes, who: str) -> Packet:
-    """The message, from what stood before its tensors and these."""
+def read_message(prefix: MessagePrefix, tensors: bytes, who: str) -> Packet:
+    """Return the message, from its prefix and the bytes of its tensors."""
     try:
-        return Packet(Message(about.header, load(about.raw + tensors)), about.job)
+        return Packet(Message(prefix.header, load(prefix.raw + tensors)), prefix.job)
     except (SafetensorError, ValueError, KeyError, OverflowError) as error:
-        raise RunError(f"{who}: its tensors are not what it says ({error})") from error
+        raise RunError(f"{who}: its tensors do not match its header ({error})") from error
 
 
 def _size_of(listed: dict[str, Any]) -> int:
-    if listed["dtype"] not in TYPES:
-        raise ValueError("a tensor of another type")
+    if listed["dtype"] not in DTYPES:
+        raise ValueError("a tensor of another dtype")
     begin, end = listed["data_offsets"]
     if not 0 <= begin <= end:
-        raise ValueError("a tensor of no size")
+        raise ValueError("a tensor of negative size")
     return int(end - begin)

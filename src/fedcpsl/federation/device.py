@@ -1,186 +1,359 @@
-"""A device's side: it answers orders one at a time, and what it says is on its disk before it says it."""
+"""A device's side: it carries out instructions one at a time, and writes each reply to disk before it sends it.
+
+An upload changes some of a device's state (FedCPSL's c_i) only once the server has counted it. The device learns that
+from a later instruction, together with the factor by which the server multiplied the upload. So there are two slots:
+`committed`, and beside it `pending`, the last upload; it was computed with the broadcast that was `received` last. Both
+are in one file that is replaced as a whole, once for each instruction: a kill at any moment leaves the state before
+the instruction or after it. No other account of the machine can read it.
+"""
 
 import logging
+import os
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from fedcpsl.algorithm import optional
 from fedcpsl.errors import InputError, RunError, printable
-from fedcpsl.federation.device_store import Kept, Pending, load_kept, opened, restarted, save_kept, settle
-from fedcpsl.federation.local_data import Holdings
-from fedcpsl.federation.local_round import Clock, first_labels, log_predictions, train
+from fedcpsl.federation.local_training import Clock, LocalData, initial_pseudo_labels, log_predictions, train
 from fedcpsl.federation.messages import (
     HELLO,
     REFUSAL,
     TRAIN,
-    Answer,
+    Attempt,
+    Instruction,
+    Lost,
     Message,
-    Order,
-    Turn,
-    answer_message,
-    read_order,
+    Reply,
+    read_instruction,
+    read_tree,
+    reply_message,
+    sent_tensors,
 )
-from fedcpsl.federation.protection import Protection, check_protection, protect
-from fedcpsl.federation.terms import Terms
-from fedcpsl.trees import map_tensors
+from fedcpsl.federation.privacy import Protection, check_protection, protect, scale_update
+from fedcpsl.federation.terms import Shapes, Terms, shapes_of
+from fedcpsl.storage import load_tensors, make_folder, save_tensors
+from fedcpsl.trees import Tree, map_tensors, named_leaves, rebuilt
 
 LOG = logging.getLogger("fedcpsl")
+DEVICE_FILE = "device.safetensors"
+
+
+class PendingUpload(NamedTuple):
+    """The last upload, while the device does not know yet whether the server counted it."""
+
+    reply: Reply  # as it was sent, to be sent again if the instruction is repeated
+    c: Tensor | None = None  # in files of version 0.1, which had only FedCPSL's family: c_i in case it was counted
+
+
+class DeviceState(NamedTuple):
+    """Everything that a device stores between instructions."""
+
+    run: str
+    labelled: int  # the numbers of samples that it joined with
+    unlabelled: int
+    committed: Tree  # the algorithm's device state, with counted uploads only
+    counted: Attempt | None  # of the last upload in `committed`
+    pending: PendingUpload | None
+    last: Attempt | None  # in which the device trained
+    received: Tree  # the last broadcast, or the part of it that came with an instruction other than training
+    nu: Tensor  # [unlabelled, classes]; no rows where unlabelled samples are not used
+    active_rounds: int
+    epoch: int = 0  # of the control variates
 
 
 class Participant(NamedTuple):
-    """A device, and what its owner decided."""
+    """A device in one run, and its owner's choices."""
 
     terms: Terms
-    holdings: Holdings
-    folder: Path  # for its state; one run's, and nobody else's
-    budget: float = 0.0  # seconds of work in a round; 0: no limit of its own
+    local_data: LocalData
+    folder: Path  # for its state in this run
+    budget: float = 0.0  # seconds of training in a round; 0: no limit
     protection: Protection = Protection()
     share_accuracy: bool = False
 
 
 def respond(participant: Participant, message: Message, clock: Clock = time.monotonic) -> Message:
-    """The answer to a message from the server; where there is none, a refusal that says why."""
+    """Return the reply to a message from the server; on an error, a refusal with the reason."""
     try:
-        return answer_message(answer(participant, read_order(message, participant.terms), clock))
+        return reply_message(carry_out(participant, read_instruction(message, participant.terms), clock))
     except RunError as error:
         LOG.warning("%s", printable(error))
         reason = str(error).replace(str(participant.folder), "its folder")
         return refusal(message, reason)
 
 
-def answer(participant: Participant, order: Order, clock: Clock = time.monotonic) -> Answer:
-    """Carry out an order, or say again what was said to it; RunError where it is not to be carried out."""
+def carry_out(participant: Participant, instruction: Instruction, clock: Clock = time.monotonic) -> Reply:
+    """Carry out an instruction and return the reply, the same one if it is repeated; RunError where it is refused."""
     check_protection(participant.protection)
-    with opened(participant.folder):
-        kept = load_kept(participant.folder, participant.terms)
-        if kept is not None:
-            _check_state(participant, kept, order)
-            kept = kept if order.epoch == kept.epoch else restarted(participant.terms, kept, order.epoch)
-        if order.kind == HELLO:
-            return _greet(participant, kept, order)
-        if kept is None:
-            kept = _newcomer(participant, order)
-        if kept.last is not None and order.turn <= kept.last:
-            return _again(kept, order)
-        kept = settle(participant.terms, kept, order.counted, order.factor)._replace(received=order.broadcast)
-        if order.kind == TRAIN:
-            kept, said = _train(participant, kept._replace(last=order.turn), order, clock)
+    with lock_device_folder(participant.folder):
+        state = load_device_state(participant.folder, participant.terms)
+        if state is not None:
+            _check_state(participant, state, instruction)
+            if instruction.epoch != state.epoch:
+                state = restart_epoch(participant.terms, state, instruction.epoch)
+        if instruction.kind == HELLO:
+            return _greet(participant, state, instruction)
+        if state is None:
+            state = _initial_state(participant, instruction)
+        if state.last is not None and instruction.attempt <= state.last:
+            return _repeat_reply(state, instruction)
+        state = resolve_pending(participant.terms, state, instruction.counted, instruction.factor)
+        state = state._replace(received=instruction.broadcast)
+        if instruction.kind == TRAIN:
+            state, reply = _train(participant, state._replace(last=instruction.attempt), instruction, clock)
         else:
-            said = Answer(order.run, order.turn, order.kind, accuracy=_accuracy(participant, kept))
-        save_kept(participant.folder, kept)
-        return said
+            reply = Reply(
+                instruction.run, instruction.attempt, instruction.kind, accuracy=_accuracy(participant, state)
+            )
+        save_device_state(participant.folder, state)
+        return reply
 
 
 def predict(participant: Participant, x: Tensor) -> Tensor:
-    """Class probabilities of inputs by the device's personal model, also while it is being trained."""
-    kept = load_kept(participant.folder, participant.terms)
-    if kept is None:
+    """Return class probabilities by the device's personal model, also while it is being trained."""
+    state = load_device_state(participant.folder, participant.terms)
+    if state is None:
         raise InputError(f"{participant.folder}: no model yet; join a federation first")
-    return _log_predictions(participant, kept, x).exp()
+    return _log_predictions(participant, state, x).exp()
 
 
-def _train(participant: Participant, kept: Kept, order: Order, clock: Clock) -> tuple[Kept, Answer]:
-    """What the device keeps after a round, what depends on being counted pending, and what it sends."""
-    terms, holdings = participant.terms, participant.holdings
-    before = map_tensors(lambda t: t.to(terms.where), kept.committed)
-    budget = min(filter(None, (participant.budget, order.budget)), default=0.0)
-    warming = kept.active_rounds < terms.method.traits.warm_up
-    nu = kept.nu.to(terms.where)
-    device, nu, upload, steps = train(terms, holdings, before, nu, order, budget, clock, warming=warming)
+def _train(
+    participant: Participant, state: DeviceState, instruction: Instruction, clock: Clock
+) -> tuple[DeviceState, Reply]:
+    """Train for a round; return the new state, with the upload pending, and the reply."""
+    terms, local_data = participant.terms, participant.local_data
+    before = map_tensors(lambda t: t.to(terms.where), state.committed)
+    budget = min(filter(None, (participant.budget, instruction.budget)), default=0.0)
+    warming = state.active_rounds < terms.method.traits.warm_up
+    nu = state.nu.to(terms.where)
+    device, nu, upload, steps = train(terms, local_data, before, nu, instruction, budget, clock, warming=warming)
     sent = map_tensors(Tensor.cpu, protect(upload, participant.protection))
-    kept = kept._replace(
+    state = state._replace(
         committed=map_tensors(Tensor.cpu, device),
         nu=nu.cpu(),
-        active_rounds=kept.active_rounds + 1,
+        active_rounds=state.active_rounds + 1,
     )
-    said = Answer(
-        order.run,
-        order.turn,
+    reply = Reply(
+        instruction.run,
+        instruction.attempt,
         TRAIN,
         steps=steps,
         upload=sent,
-        accuracy=_accuracy(participant, kept),
+        accuracy=_accuracy(participant, state),
     )
-    return kept._replace(pending=Pending(said)), said
+    return state._replace(pending=PendingUpload(reply)), reply
 
 
-def _check_state(participant: Participant, kept: Kept, order: Order) -> None:
-    """Refuse to mix runs, or to go on with other samples than those that the server knows of."""
-    holdings = participant.holdings
-    if kept.run != order.run:
+def _check_state(participant: Participant, state: DeviceState, instruction: Instruction) -> None:
+    """Refuse to mix runs, or to continue with other samples than those that the server knows of."""
+    local_data = participant.local_data
+    if state.run != instruction.run:
         raise RunError(
-            f"{participant.folder}: holds the state of run {kept.run}, the server's run is {order.run}; "
+            f"{participant.folder}: holds the state of run {state.run}, the server's run is {instruction.run}; "
             "give each run a folder of its own"
         )
-    if (kept.labelled, kept.unlabelled) != (holdings.labelled, holdings.unlabelled):
+    if (state.labelled, state.unlabelled) != (local_data.labelled, local_data.unlabelled):
         raise RunError(
-            f"this device joined with {kept.labelled} labelled and {kept.unlabelled} unlabelled samples and now has "
-            f"{holdings.labelled} and {holdings.unlabelled}; give it the same ones, or join under another name"
+            f"this device joined with {state.labelled} labelled and {state.unlabelled} unlabelled samples and now has "
+            f"{local_data.labelled} and {local_data.unlabelled}; give it the same ones, or join under another name"
         )
 
 
-def _greet(participant: Participant, kept: Kept | None, order: Order) -> Answer:
-    """Tell the sizes, once; a model of the device's own starts at the one that comes with the question."""
-    if kept is None:
-        kept = _newcomer(participant, order)
-    elif kept.counted is not None:
-        raise RunError("the server has forgotten that it counted this device: it was put back to an older copy")
-    save_kept(participant.folder, kept)
-    holdings = participant.holdings
-    return Answer(order.run, order.turn, HELLO, labelled=holdings.labelled, unlabelled=holdings.unlabelled)
-
-
-def _newcomer(participant: Participant, order: Order) -> Kept:
-    """The state of a device of which nothing was counted yet."""
-    if order.counted is not None:
+def _greet(participant: Participant, state: DeviceState | None, instruction: Instruction) -> Reply:
+    """Reply with the numbers of samples; the device's own model starts at the one in the instruction."""
+    if state is None:
+        state = _initial_state(participant, instruction)
+    elif state.counted is not None:
         raise RunError(
-            f"this device's state is gone, and the server has counted it (last in {order.counted}): its control "
-            "variate cannot be made again; restore its folder, or join under another name"
+            "the server has forgotten that it counted this device: its folder was restored from an older copy"
         )
-    terms, holdings = participant.terms, participant.holdings
-    device = terms.algorithm.init_device(terms.method, order.broadcast)
-    return Kept(
-        run=order.run,
-        labelled=holdings.labelled,
-        unlabelled=holdings.unlabelled,
+    save_device_state(participant.folder, state)
+    return Reply(instruction.run, instruction.attempt, HELLO, labelled=state.labelled, unlabelled=state.unlabelled)
+
+
+def _initial_state(participant: Participant, instruction: Instruction) -> DeviceState:
+    """Return the state of a device before its first round."""
+    if instruction.counted is not None:
+        raise RunError(
+            f"this device's state is missing, but the server has counted it (last in {instruction.counted}): its "
+            "control variate cannot be computed again; restore its folder, or join under another name"
+        )
+    terms, local_data = participant.terms, participant.local_data
+    device = terms.algorithm.init_device(terms.method, instruction.broadcast)
+    return DeviceState(
+        run=instruction.run,
+        labelled=local_data.labelled,
+        unlabelled=local_data.unlabelled,
         committed=device,
         counted=None,
         pending=None,
         last=None,
-        received=order.broadcast,
-        nu=first_labels(terms, holdings).cpu(),
+        received=instruction.broadcast,
+        nu=initial_pseudo_labels(terms, local_data).cpu(),
         active_rounds=0,
-        epoch=order.epoch,
+        epoch=instruction.epoch,
     )
 
 
-def _again(kept: Kept, order: Order) -> Answer:
-    """The same answer to a repeated order; nothing to one that later ones have overtaken."""
-    if kept.pending and order.kind == TRAIN and order.turn == kept.last:
-        return kept.pending.answer
-    raise RunError(f"the order is of {order.turn}, and this device is past it: it has worked in {kept.last}")
+def _repeat_reply(state: DeviceState, instruction: Instruction) -> Reply:
+    """Return the same reply to a repeated instruction; RunError where it is older than the last one."""
+    if state.pending and instruction.kind == TRAIN and instruction.attempt == state.last:
+        return state.pending.reply
+    raise RunError(f"the instruction is for {instruction.attempt}, but this device has already trained in {state.last}")
 
 
-def _accuracy(participant: Participant, kept: Kept) -> float | None:
-    """Of the personal model on the device's own test samples, where its owner shares that."""
-    y = participant.holdings.y_test
+def _accuracy(participant: Participant, state: DeviceState) -> float | None:
+    """Return the personal model's accuracy on the device's test samples; None where its owner does not share it."""
+    y = participant.local_data.y_test
     if not participant.share_accuracy or not len(y):
         return None
-    guessed = _log_predictions(participant, kept, participant.holdings.x_test).argmax(-1)
-    return float((guessed == y).double().mean())
+    predicted = _log_predictions(participant, state, participant.local_data.x_test).argmax(-1)
+    return float((predicted == y).double().mean())
 
 
-def _log_predictions(participant: Participant, kept: Kept, x: Tensor) -> Tensor:
+def _log_predictions(participant: Participant, state: DeviceState, x: Tensor) -> Tensor:
     where = participant.terms.where
-    received, device = (map_tensors(lambda t: t.to(where), tree) for tree in (kept.received, kept.committed))
+    received, device = (map_tensors(lambda t: t.to(where), tree) for tree in (state.received, state.committed))
     return log_predictions(participant.terms, received, device, x)
 
 
 def refusal(message: Message, reason: str, *, later: bool = False) -> Message:
-    """A no to whatever was asked, as far as it can be told; `later`: only for now."""
+    """Return a refusal of a message, which may be malformed; `later`: only a temporary one."""
     header = message.header
-    run, round, attempt = header.get("run", ""), header.get("round", 0), header.get("attempt", 0)
-    turn = Turn(round if isinstance(round, int) else 0, attempt if isinstance(attempt, int) else 0)
-    return answer_message(Answer(run if isinstance(run, str) else "", turn, REFUSAL, reason=reason, later=later))
+    run, round, number = header.get("run", ""), header.get("round", 0), header.get("attempt", 0)
+    attempt = Attempt(round if isinstance(round, int) else 0, number if isinstance(number, int) else 0)
+    return reply_message(Reply(run if isinstance(run, str) else "", attempt, REFUSAL, reason=reason, later=later))
+
+
+def resolve_pending(terms: Terms, state: DeviceState, counted: Attempt | None, factor: float = 1.0) -> DeviceState:
+    """Return the state given which upload was counted last, and with which factor: the pending or an earlier one."""
+    if counted == state.counted:
+        return state._replace(pending=None)
+    if state.pending and counted == state.pending.reply.attempt:
+        committed = _with_counted(terms, state, state.pending, factor)
+        return state._replace(committed=committed, counted=counted, pending=None)
+    raise RunError(
+        f"the server counted this device last in {counted or 'no round'}, but its state is of "
+        f"{state.counted or 'no round'}: one of the two was restored from an older copy; restore the newest, or join "
+        "under another name"
+    )
+
+
+def _with_counted(terms: Terms, state: DeviceState, pending: PendingUpload, factor: float) -> Tree:
+    """Return the algorithm's device state after its upload was counted with `factor`."""
+    if pending.c is not None:
+        return state.committed._replace(c=pending.c)
+    upload = scale_update(pending.reply.upload, factor)
+    broadcast, device, sent = (
+        map_tensors(lambda t: t.to(terms.where), tree) for tree in (state.received, state.committed, upload)
+    )
+    return map_tensors(Tensor.cpu, terms.algorithm.commit(terms.method, terms.hyper, broadcast, device, sent))
+
+
+def restart_epoch(terms: Terms, state: DeviceState, epoch: int) -> DeviceState:
+    """Return the state after the server reset the control variates: nothing is counted yet; models stay."""
+    if epoch < state.epoch:
+        raise RunError(
+            f"the server's control variates are of epoch {epoch}, this device's of {state.epoch}: the server "
+            "was restored from an older copy; restore the newest, or go back with `fedcpsl serve --back-to`"
+        )
+    again = optional(terms.algorithm, "started_again")
+    committed = again(state.committed) if again else state.committed
+    return state._replace(committed=committed, counted=None, pending=None, last=None, epoch=epoch)
+
+
+@contextmanager
+def lock_device_folder(folder: Path) -> Iterator[None]:
+    """Make the folder and lock it: a second process waits. A crash releases the lock."""
+    make_folder(folder, private=True)
+    try:
+        file = (folder / ".lock").open("w")
+    except OSError as error:
+        raise RunError(f"{folder}: cannot be written to: {error.strerror}; give a folder that is writable") from error
+    with file:
+        if os.name == "posix":
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def save_device_state(folder: Path, state: DeviceState) -> None:
+    """Write the state, and return once it is on disk."""
+    pending, tensors = state.pending, {"nu": state.nu}
+    tensors |= named_leaves(state.committed, "committed") | named_leaves(state.received, "received")
+    names = ("run", "labelled", "unlabelled", "active_rounds", "epoch")
+    header: dict[str, Any] = {name: getattr(state, name) for name in names}
+    header |= {"counted": state.counted, "last": state.last}
+    if pending and pending.reply.upload is not None:
+        tensors |= {f"pending.{name}": t for name, t in sent_tensors(pending.reply.upload).items()}
+        tensors |= {} if pending.c is None else {"pending.c": pending.c}
+        header["pending"] = [*pending.reply.attempt, pending.reply.steps, pending.reply.accuracy]
+    save_tensors(folder / DEVICE_FILE, tensors, header, private=True)
+
+
+def load_device_state(folder: Path, terms: Terms) -> DeviceState | None:
+    """Return what `save_device_state` wrote; None where there is no file yet."""
+    if not (folder / DEVICE_FILE).exists():
+        return None
+    tensors, numbers = load_tensors(folder / DEVICE_FILE)
+    header = dict[str, Any](numbers)
+    shapes = shapes_of(terms)
+    try:
+        return DeviceState(
+            run=header["run"],
+            labelled=header["labelled"],
+            unlabelled=header["unlabelled"],
+            committed=rebuilt(shapes.device, [tensors[name] for name in named_leaves(shapes.device, "committed")]),
+            counted=_attempt(header["counted"]),
+            pending=_pending(header, tensors, shapes),
+            last=_attempt(header["last"]),
+            received=_received(tensors, shapes),
+            nu=tensors["nu"],
+            active_rounds=header["active_rounds"],
+            epoch=header.get("epoch", 0),
+        )
+    except KeyError as error:
+        raise RunError(
+            f"{folder / DEVICE_FILE}: not the state of a device of this version: {error} is missing"
+        ) from error
+
+
+def _received(tensors: dict[str, Tensor], shapes: Shapes) -> Tree:
+    """Return the last broadcast; versions before 0.2 stored its parts elsewhere, and had only FedCPSL's family."""
+    if "theta" in tensors:
+        tensors = {"received.theta": tensors["theta"], "received.c": tensors.get("pending.c_server", torch.zeros(0))}
+    return rebuilt(shapes.broadcast, [tensors[name] for name in named_leaves(shapes.broadcast, "received")])
+
+
+def _pending(header: dict[str, Any], tensors: dict[str, Tensor], shapes: Shapes) -> PendingUpload | None:
+    if "pending" not in header:
+        return None
+    round, number, steps, accuracy = header["pending"]
+    sent = {name: tensors[f"pending.{name}"] for name in sent_tensors(shapes.upload)}
+    upload = read_tree(sent, shapes.upload, steps)
+    reply = Reply(header["run"], Attempt(round, number), TRAIN, steps=steps, upload=upload, accuracy=accuracy)
+    return PendingUpload(reply, tensors.get("pending.c"))
+
+
+def _attempt(written: list[int] | None) -> Attempt | None:
+    return None if written is None else Attempt(*written)
+
+
+class LoopbackTransport(NamedTuple):
+    """A transport within one process that loses nothing, for trials and tests."""
+
+    participants: dict[str, Participant]
+
+    def present(self) -> list[str]:
+        return list(self.participants)
+
+    def send(self, messages: Mapping[str, Message], deadline: float) -> Iterator[tuple[str, Message | Lost]]:  # noqa: ARG002
+        for name, message in messages.items():
+            yield name, respond(self.participants[name], message)

@@ -1,7 +1,8 @@
-"""What the server and the devices say to each other: a few numbers and words, and named tensors.
+"""The messages between the server and the devices: instructions and replies, each a header and named tensors.
 
-A message is checked in full where it comes in, so what is behind that can trust it. A device sends its update and its
-step count; once its sizes; its accuracy if its owner shares it; and, where it refuses, why. Nothing else.
+A message is checked in full when it is received, so that all other code can trust it. A device sends its update and
+its step count; once its numbers of samples; its accuracy if its owner shares it; and the reason where it refuses.
+Nothing else.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,15 +17,15 @@ from fedcpsl.trees import Tree, named_leaves, rebuilt
 
 PROTOCOL = 2
 HELLO, TRAIN, END, REFUSAL = "hello", "train", "end", "refusal"
-LONGEST_REASON = 300
-LARGEST_COUNT = 1 << 53
-LARGEST_INDEX = 1 << 31  # of rounds, attempts and devices, which random streams are keyed by
-LARGEST_SEED = 1 << 63
-LARGEST_DRAW = 50_000_000  # samples that a device may be asked to draw in a round: their indices are held in memory
-NEVER = -1
-COMMON: Mapping[str, type] = {"protocol": int, "run": str, "round": int, "attempt": int, "kind": str}
-OF_ORDER: Mapping[str, type] = {
-    **COMMON,
+MAX_REASON_LENGTH = 300
+MAX_COUNT = 1 << 53  # of samples
+MAX_INDEX = 1 << 31  # of rounds, attempts and devices, which random streams are keyed by
+MAX_SEED = 1 << 63
+MAX_DRAWN_SAMPLES = 50_000_000  # by one device in one round: their indices are held in memory
+UNSET = -1  # an index in a header that stands for none
+COMMON_FIELDS: Mapping[str, type] = {"protocol": int, "run": str, "round": int, "attempt": int, "kind": str}
+INSTRUCTION_FIELDS: Mapping[str, type] = {
+    **COMMON_FIELDS,
     "settings": str,
     "device": int,
     "seed": int,
@@ -35,72 +36,72 @@ OF_ORDER: Mapping[str, type] = {
     "steps": int,
     "budget": float,
 }
-OF_ANSWER: Mapping[str, Mapping[str, type]] = {
-    HELLO: {**COMMON, "labelled": int, "unlabelled": int},
-    TRAIN: {**COMMON, "steps": int},
-    END: COMMON,
-    REFUSAL: {**COMMON, "reason": str, "later": bool},
+REPLY_FIELDS: Mapping[str, Mapping[str, type]] = {
+    HELLO: {**COMMON_FIELDS, "labelled": int, "unlabelled": int},
+    TRAIN: {**COMMON_FIELDS, "steps": int},
+    END: COMMON_FIELDS,
+    REFUSAL: {**COMMON_FIELDS, "reason": str, "later": bool},
 }
 
 
 class Message(NamedTuple):
-    """What a transport carries."""
+    """A header and tensors, as a transport carries them."""
 
     header: dict[str, bool | int | float | str]
     tensors: dict[str, Tensor]
 
 
 class Lost(NamedTuple):
-    """What a transport says of an answer that will not come."""
+    """Stands for a reply that a transport will not receive."""
 
     reason: str
-    fault: bool = False  # whether the device did what it must not
+    fault: bool = False  # whether the device broke the protocol
 
 
 class Transport(Protocol):
-    """Whatever carries messages; devices go by their names, which it vouches for."""
+    """Carries messages; it identifies devices by their names and authenticates them."""
 
     def present(self) -> Iterable[str]:
-        """The devices that can be reached now."""
+        """Return the devices that can be reached now."""
         ...
 
     def send(self, messages: Mapping[str, Message], deadline: float) -> Iterable[tuple[str, Message | Lost]]:
-        """Deliver a message to each device; what came in within so many seconds, by whom."""
+        """Deliver a message to each device; return the replies within `deadline` seconds, with their senders."""
         ...
 
 
-class Turn(NamedTuple):
-    """One attempt at one round: later ones compare greater, and no two orders of a run to a device share one."""
+class Attempt(NamedTuple):
+    """One attempt at one round; later attempts compare greater, and a device gets at most one instruction in each."""
 
     round: int
-    attempt: int
+    number: int  # 0 for the first attempt at the round
 
     def __str__(self) -> str:
-        return f"round {self.round}" + (f", attempt {self.attempt + 1}" if self.attempt else "")
+        return f"round {self.round}" + (f", attempt {self.number + 1}" if self.number else "")
 
 
-class Order(NamedTuple):
-    """Server to device."""
+class Instruction(NamedTuple):
+    """What the server asks of a device."""
 
     run: str
-    turn: Turn
+    attempt: Attempt
     kind: str
     settings: str  # digest of the terms
-    broadcast: Tree  # all of it for training, else what a device needs to begin and to predict
-    device: int  # its place in the roster, which its random streams are keyed by; NEVER before it has one
+    broadcast: Tree  # all of it for training, else what a device needs to start and to predict
+    device: int  # its index in the roster, which its random streams are keyed by; UNSET before it has one
     seed: int
-    counted: Turn | None  # the last one that the server counted this device's update in
-    steps: int  # most to take
+    counted: Attempt | None  # the last attempt in which the server counted this device's update
+    steps: int  # maximum number of local steps
     budget: float  # seconds; 0: no limit
     factor: float = 1.0  # by which the server multiplied the update that it counted last
-    epoch: int = 0  # rises when the server starts c and every c_i at 0 again
+    epoch: int = 0  # incremented when c and every c_i are reset to 0
 
 
-class Answer(NamedTuple):
-    """Device to server."""
+class Reply(NamedTuple):
+    """What a device sends back to the server."""
 
     run: str
-    turn: Turn
+    attempt: Attempt
     kind: str
     steps: int = 0
     upload: Tree | None = None
@@ -108,64 +109,64 @@ class Answer(NamedTuple):
     unlabelled: int = 0
     accuracy: float | None = None  # given only where the device's owner shares it
     reason: str = ""
-    later: bool = False  # whether a refusal is for now only
+    later: bool = False  # whether a refusal is only temporary
 
 
-def order_message(order: Order) -> Message:
-    """An order as a transport carries it."""
-    counted = order.counted or Turn(NEVER, NEVER)
+def instruction_message(instruction: Instruction) -> Message:
+    """Return an instruction as a message."""
+    counted = instruction.counted or Attempt(UNSET, UNSET)
     header: dict[str, bool | int | float | str] = {
         "protocol": PROTOCOL,
-        "run": order.run,
-        "round": order.turn.round,
-        "attempt": order.turn.attempt,
-        "kind": order.kind,
-        "settings": order.settings,
-        "device": order.device,
-        "seed": order.seed,
+        "run": instruction.run,
+        "round": instruction.attempt.round,
+        "attempt": instruction.attempt.number,
+        "kind": instruction.kind,
+        "settings": instruction.settings,
+        "device": instruction.device,
+        "seed": instruction.seed,
         "counted_round": counted.round,
-        "counted_attempt": counted.attempt,
-        "counted_factor": order.factor,
-        "epoch": order.epoch,
-        "steps": order.steps,
-        "budget": order.budget,
+        "counted_attempt": counted.number,
+        "counted_factor": instruction.factor,
+        "epoch": instruction.epoch,
+        "steps": instruction.steps,
+        "budget": instruction.budget,
     }
-    return Message(header, sent_tensors(order.broadcast))
+    return Message(header, sent_tensors(instruction.broadcast))
 
 
-def answer_message(answer: Answer) -> Message:
-    """An answer as a transport carries it: what its kind needs, and no more."""
+def reply_message(reply: Reply) -> Message:
+    """Return a reply as a message, with only the fields that its kind needs."""
     header: dict[str, Any] = {
         "protocol": PROTOCOL,
-        "run": answer.run,
-        "round": answer.turn.round,
-        "attempt": answer.turn.attempt,
+        "run": reply.run,
+        "round": reply.attempt.round,
+        "attempt": reply.attempt.number,
     }
-    header |= {name: getattr(answer, name) for name in OF_ANSWER[answer.kind] if name not in header}
-    if answer.accuracy is not None:
-        header["accuracy"] = answer.accuracy
-    return Message(header, {} if answer.upload is None else sent_tensors(answer.upload))
+    header |= {name: getattr(reply, name) for name in REPLY_FIELDS[reply.kind] if name not in header}
+    if reply.accuracy is not None:
+        header["accuracy"] = reply.accuracy
+    return Message(header, {} if reply.upload is None else sent_tensors(reply.upload))
 
 
 def sent_tensors(tree: Tree) -> dict[str, Tensor]:
-    """What of a state travels, by the names of its fields; whole numbers count steps, and these the header has."""
+    """Return the tensors of a state that are sent, by field name. Integers are step counts, which the header has."""
     return {name: t for name, t in named_leaves(tree).items() if t.numel() and t.is_floating_point()}
 
 
 def read_tree(tensors: Mapping[str, Tensor], like: Tree, steps: int) -> Tree:
-    """A state from what travelled, and the count of steps."""
+    """Rebuild a state from received tensors and the step count."""
     count = torch.tensor(steps)
     values = [tensors.get(name, t) if t.is_floating_point() else count for name, t in named_leaves(like).items()]
     return rebuilt(like, values)
 
 
-def read_order(message: Message, terms: Terms) -> Order:
-    """The order in a message from the server."""
-    who, header = "the server's order", dict[str, Any](message.header)
-    _check_header(header, OF_ORDER, who)
+def read_instruction(message: Message, terms: Terms) -> Instruction:
+    """Check a message from the server and return its instruction."""
+    who, header = "the server's instruction", dict[str, Any](message.header)
+    _check_header(header, INSTRUCTION_FIELDS, who)
     kind, agreed = header["kind"], digest(terms)
     if kind not in (HELLO, TRAIN, END):
-        raise RunError(f"{who} is of an unknown kind, {kind!r}; install the same fedcpsl on both sides")
+        raise RunError(f"{who} has an unknown kind, {kind!r}; install the same fedcpsl on both sides")
     if header["settings"] != agreed:
         raise RunError(
             f"the server's settings are not this device's (their digests are {header['settings']} and {agreed}): "
@@ -176,10 +177,10 @@ def read_order(message: Message, terms: Terms) -> Order:
         _check_work(header, terms, who)
     like = shapes_of(terms).broadcast if kind == TRAIN else shapes_of(terms).greeting
     _check_tensors(message.tensors, sent_tensors(like), who)
-    counted = Turn(header["counted_round"], header["counted_attempt"])
-    return Order(
+    counted = Attempt(header["counted_round"], header["counted_attempt"])
+    return Instruction(
         run=header["run"],
-        turn=_turn(header, who),
+        attempt=_attempt(header, who),
         kind=kind,
         settings=agreed,
         broadcast=read_tree(message.tensors, like, header["steps"]),
@@ -194,13 +195,13 @@ def read_order(message: Message, terms: Terms) -> Order:
 
 
 def _check_numbers(header: Mapping[str, Any], who: str) -> None:
-    """Refuse numbers that no server of ours sends and that random streams or arrays cannot take."""
+    """Refuse numbers out of the range that random streams and arrays can take."""
     for name, low, high in (
-        ("device", NEVER, LARGEST_INDEX),
-        ("round", 0, LARGEST_INDEX),
-        ("attempt", 0, LARGEST_INDEX),
-        ("seed", 0, LARGEST_SEED),
-        ("epoch", 0, LARGEST_COUNT),
+        ("device", UNSET, MAX_INDEX),
+        ("round", 0, MAX_INDEX),
+        ("attempt", 0, MAX_INDEX),
+        ("seed", 0, MAX_SEED),
+        ("epoch", 0, MAX_COUNT),
         ("counted_factor", 0, 1),
     ):
         if not low <= header[name] <= high:
@@ -208,49 +209,51 @@ def _check_numbers(header: Mapping[str, Any], who: str) -> None:
 
 
 def _check_work(header: Mapping[str, Any], terms: Terms, who: str) -> None:
-    """Refuse work that cannot be done, or more than fits into a device's memory."""
+    """Refuse training that cannot be done, or that needs more memory than a device may use."""
     steps, budget, device = header["steps"], header["budget"], header["device"]
     if steps < 1 or device < 0 or not 0 <= budget < float("inf"):
         raise RunError(f"{who} asks for {steps} steps in {budget} s of device {device}")
     drawn = steps * (terms.work.batch_labelled + terms.work.batch_unlabelled)
-    if drawn > LARGEST_DRAW:
-        raise RunError(f"{who} asks for {steps} steps, {drawn} samples in one round: at most {LARGEST_DRAW} are drawn")
+    if drawn > MAX_DRAWN_SAMPLES:
+        raise RunError(
+            f"{who} asks for {steps} steps, {drawn} samples in one round: the maximum is {MAX_DRAWN_SAMPLES}"
+        )
 
 
-def read_answer(message: Message, name: str, order: Order, terms: Terms) -> Answer:
-    """The answer of the device `name` to an order: what was asked for, or a refusal; RunError where it is neither."""
-    who, header = f"the answer of device {name!r}", dict[str, Any](message.header)
+def read_reply(message: Message, name: str, instruction: Instruction, terms: Terms) -> Reply:
+    """Check a message from the device `name` and return its reply to an instruction; RunError where it is invalid."""
+    who, header = f"the reply of device {name!r}", dict[str, Any](message.header)
     accuracy = header.pop("accuracy", None)
     kind = header.get("kind")
-    _check_header(header, OF_ANSWER.get(kind, COMMON) if isinstance(kind, str) else COMMON, who)
-    turn = _turn(header, who)
-    if header["run"] != order.run:
+    _check_header(header, REPLY_FIELDS.get(kind, COMMON_FIELDS) if isinstance(kind, str) else COMMON_FIELDS, who)
+    attempt = _attempt(header, who)
+    if header["run"] != instruction.run:
         raise RunError(f"{who} belongs to another run, {_short(header['run'])}")
-    if turn != order.turn:
-        raise RunError(f"{who} is to {turn}, which is over: it came too late")
+    if attempt != instruction.attempt:
+        raise RunError(f"{who} is for {attempt}, which is over: it came too late")
     if kind == REFUSAL:
-        return Answer(order.run, turn, REFUSAL, reason=_short(header["reason"]), later=header["later"])
-    if kind != order.kind:
-        raise RunError(f"{who} is of the kind {_short(kind)} where {order.kind!r} was asked for")
+        return Reply(instruction.run, attempt, REFUSAL, reason=_short(header["reason"]), later=header["later"])
+    if kind != instruction.kind:
+        raise RunError(f"{who} has the kind {_short(kind)} where {instruction.kind!r} was asked for")
     if accuracy is not None and not (kind != HELLO and isinstance(accuracy, float) and 0 <= accuracy <= 1):
-        raise RunError(f"{who} has an accuracy that is none: {_short(accuracy)}")
-    if kind == TRAIN and not 1 <= header["steps"] <= order.steps:
-        raise RunError(f"{who} has {header['steps']} steps where 1 to {order.steps} were asked for")
+        raise RunError(f"{who} has an invalid accuracy: {_short(accuracy)}")
+    if kind == TRAIN and not 1 <= header["steps"] <= instruction.steps:
+        raise RunError(f"{who} has {header['steps']} steps where 1 to {instruction.steps} were asked for")
     sizes = header.get("labelled", 0), header.get("unlabelled", 0)
-    if kind == HELLO and not (min(sizes) >= 0 < sum(sizes) < LARGEST_COUNT):
+    if kind == HELLO and not (min(sizes) >= 0 < sum(sizes) < MAX_COUNT):
         raise RunError(f"{who} has {sizes[0]} labelled and {sizes[1]} unlabelled samples: it needs some")
     like = shapes_of(terms).upload
     _check_tensors(message.tensors, sent_tensors(like) if kind == TRAIN else {}, who)
     upload = read_tree(message.tensors, like, header["steps"]) if kind == TRAIN else None
-    return Answer(order.run, turn, kind, header.get("steps", 0), upload, *sizes, accuracy)
+    return Reply(instruction.run, attempt, kind, header.get("steps", 0), upload, *sizes, accuracy)
 
 
-def is_late(message: Message, order: Order) -> bool:
-    """Whether an answer is to an earlier order of the run: honest, and of no use."""
+def is_late(message: Message, instruction: Instruction) -> bool:
+    """Return whether a reply belongs to an earlier instruction of the run, which is useless but no fault."""
     round, attempt = message.header.get("round"), message.header.get("attempt")
     if not isinstance(round, int) or not isinstance(attempt, int):
         return False
-    return message.header.get("run") == order.run and (round, attempt) < order.turn
+    return message.header.get("run") == instruction.run and (round, attempt) < instruction.attempt
 
 
 def _check_header(header: Mapping[str, Any], expected: Mapping[str, type], who: str) -> None:
@@ -258,7 +261,7 @@ def _check_header(header: Mapping[str, Any], expected: Mapping[str, type], who: 
         theirs = _short(header.get("protocol"))
         raise RunError(f"{who} speaks protocol {theirs}, this is {PROTOCOL}; install the same fedcpsl on both sides")
     if wrong := sorted(set(header) ^ set(expected)):
-        raise RunError(f"{who}: {_short(wrong[0])} {'is missing' if wrong[0] in expected else 'has no place there'}")
+        raise RunError(f"{who}: {_short(wrong[0])} {'is missing' if wrong[0] in expected else 'is not expected'}")
     for name, kind in expected.items():
         if type(header[name]) is not kind:
             raise RunError(f"{who}: {name} = {_short(header[name])} where {kind.__name__} is needed")
@@ -266,23 +269,23 @@ def _check_header(header: Mapping[str, Any], expected: Mapping[str, type], who: 
 
 def _check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], who: str) -> None:
     if wrong := sorted(set(tensors) ^ set(expected)):
-        raise RunError(f"{who}: {_short(wrong[0])} {'is missing' if wrong[0] in expected else 'has no place there'}")
+        raise RunError(f"{who}: {_short(wrong[0])} {'is missing' if wrong[0] in expected else 'is not expected'}")
     for name, t in tensors.items():
         like = expected[name]
         if t.dtype != like.dtype:
-            raise RunError(f"{who}: {name} is of {t.dtype} where the model is of {like.dtype}")
+            raise RunError(f"{who}: {name} has dtype {t.dtype} where the model has {like.dtype}")
         if t.shape != like.shape:
             raise RunError(f"{who}: {name} has shape {list(t.shape)} where {list(like.shape)} is needed")
         if not t.isfinite().all():
             raise RunError(f"{who}: {name} has numbers that are not finite")
 
 
-def _turn(header: Mapping[str, Any], who: str) -> Turn:
-    turn = Turn(header["round"], header["attempt"])
-    if min(turn) < 0:
-        raise RunError(f"{who} has round {turn.round} and attempt {turn.attempt}: neither can be negative")
-    return turn
+def _attempt(header: Mapping[str, Any], who: str) -> Attempt:
+    attempt = Attempt(header["round"], header["attempt"])
+    if min(attempt) < 0:
+        raise RunError(f"{who} has round {attempt.round} and attempt {attempt.number}: neither can be negative")
+    return attempt
 
 
 def _short(text: object) -> str:
-    return printable(text, LONGEST_REASON)
+    return printable(text, MAX_REASON_LENGTH)

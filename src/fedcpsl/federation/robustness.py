@@ -1,8 +1,8 @@
-"""What one device can do to a federation, bounded: the size of its update, its weight, its part in the sum.
+"""Limits on what one device can do to a federation: the size of its update, its weight, its part in the sum.
 
 A device's update is judged by its rate, the norm of update / (eta Q~): what its mean gradient would have to be. Every
 device has one vote, its latest rate, so that no device moves the median by being asked often, and one active device
-is judged by those of earlier rounds.
+is compared with those of earlier rounds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,18 +14,23 @@ from torch import Tensor
 
 from fedcpsl.algorithm import optional
 from fedcpsl.errors import InputError
-from fedcpsl.federation.messages import Answer
-from fedcpsl.federation.protection import norm_of
-from fedcpsl.federation.server_store import Member
+from fedcpsl.federation.messages import Reply
+from fedcpsl.federation.privacy import update_norm
+from fedcpsl.federation.server_store import DeviceRecord
 from fedcpsl.federation.terms import Terms
 from fedcpsl.trees import Tree, leaves, map_tensors
 
 NONE, BOUNDED, CLIPPED, TRIMMED, MEDIAN = AGGREGATIONS = ("none", "bounded", "clipped", "trimmed", "median")
-BY_COORDINATE = (TRIMMED, MEDIAN)  # in these an update has no share that its device could be told: c and c_i stay 0
+COORDINATE_WISE = (
+    TRIMMED,
+    MEDIAN,
+)  # an update then has no share in the sum that its device could use: c and c_i stay 0
 BOUND = 30.0  # times the median rate
-FIRST_CHANGE = 10.0  # of each parameter, root mean square: the bound while there is nobody to compare with
-SAMPLES_BOUND = 20.0  # times the median count, for a device that would have
-LARGEST_SHARE = 1 / 3  # of all weight, or more
+MAX_FIRST_CHANGE = (
+    10.0  # of each parameter, root mean square: the bound while there are too few devices to compare with
+)
+SAMPLES_BOUND = 20.0  # times the median count, for a device that has more than MAX_SHARE
+MAX_SHARE = 1 / 3  # of all weight, for a device that has more than SAMPLES_BOUND
 
 
 class Limits(NamedTuple):
@@ -34,12 +39,12 @@ class Limits(NamedTuple):
     aggregation: str = BOUNDED
     bound: float = BOUND  # an update whose rate is larger than this many times the median is refused
     trim: float = 0.3  # of the updates at each end that `trimmed` leaves out, number by number
-    largest_norm: float = 0.0  # of an update; 0: as `bound` has it
-    largest_samples: int = 0  # that a device may say it has; 0: by the others' counts
+    largest_norm: float = 0.0  # maximum norm of an update; 0: limited by `bound` instead
+    largest_samples: int = 0  # maximum count that a device may report; 0: limited by the other counts
 
 
 class Judgement(NamedTuple):
-    """What becomes of a round's updates."""
+    """Which updates of a round are counted, and how."""
 
     factors: dict[str, float]  # of those that are counted
     refused: dict[str, str]  # why the others are not
@@ -47,6 +52,7 @@ class Judgement(NamedTuple):
 
 
 def check_limits(limits: Limits) -> None:
+    """Refuse limits out of range."""
     if limits.aggregation not in AGGREGATIONS:
         raise InputError(f"aggregation = {limits.aggregation!r}: give one of {', '.join(AGGREGATIONS)}")
     if not limits.bound > 1:
@@ -58,31 +64,32 @@ def check_limits(limits: Limits) -> None:
 
 
 def update_rate(terms: Terms, upload: Tree, steps: int) -> float:
-    """How large an update is for its work: as the algorithm says (FedCPSL: ||theta_i - theta|| / (eta Q~)), else by
-    step. In float64: the norm of large float32 numbers overflows.
+    """Return the size of an update relative to its work, in float64: the norm of large float32 numbers overflows.
+
+    The algorithm may define it (FedCPSL: ||theta_i - theta|| / (eta Q~)); otherwise it is the norm per step.
     """
     rate = optional(terms.algorithm, "update_rate")
     return float(rate(terms.hyper, upload)) if rate else _exact_norm(upload) / max(steps, 1)
 
 
 def _exact_norm(upload: Tree) -> float:
-    return float(norm_of(map_tensors(lambda t: t.double() if t.is_floating_point() else t, upload)))
+    return float(update_norm(map_tensors(lambda t: t.double() if t.is_floating_point() else t, upload)))
 
 
 def lower_median(values: Sequence[float]) -> float:
-    """The middle one; of two in the middle the smaller, so that one of two devices cannot raise its own bound."""
+    """Return the median, the smaller of two middle values: so one of two devices cannot raise its own bound."""
     return sorted(values)[(len(values) - 1) // 2]
 
 
-def judge(terms: Terms, limits: Limits, roster: Sequence[Member], updates: Mapping[str, Answer]) -> Judgement:
-    """Which updates are counted, and times what."""
-    uploads = {name: upload_of(answer, terms) for name, answer in updates.items()}
+def judge(terms: Terms, limits: Limits, roster: Sequence[DeviceRecord], updates: Mapping[str, Reply]) -> Judgement:
+    """Decide which updates are counted, and with which factor."""
+    uploads = {name: upload_of(reply, terms) for name, reply in updates.items()}
     rates = {name: update_rate(terms, upload, updates[name].steps) for name, upload in uploads.items()}
     votes = {m.name: m.rate for m in roster if m.rate is not None and not m.forgotten} | rates
     middle = lower_median(list(votes.values())) if votes else 0.0
     refused, factors = {}, {}
     for name, upload in uploads.items():
-        reason = too_large(limits, upload, rates[name], middle, len(votes))
+        reason = reason_to_refuse(limits, upload, rates[name], middle, len(votes))
         if reason:
             refused[name] = f"the update of device {name!r} is refused: {reason}"
         else:
@@ -90,17 +97,17 @@ def judge(terms: Terms, limits: Limits, roster: Sequence[Member], updates: Mappi
     return Judgement(factors, refused, rates)
 
 
-def too_large(limits: Limits, upload: Tree, rate: float, middle: float, votes: int) -> str | None:
-    """Why an update cannot be counted, or None."""
+def reason_to_refuse(limits: Limits, upload: Tree, rate: float, middle: float, votes: int) -> str | None:
+    """Return why an update cannot be counted, or None."""
     norm, count = _exact_norm(upload), sum(t.numel() for t in leaves(upload) if t.is_floating_point())
     if limits.largest_norm and not norm <= limits.largest_norm:
         return f"its norm is {norm:.3g} where largest_norm allows {limits.largest_norm:g}"
     if limits.aggregation == NONE or limits.largest_norm:
         return None
     change = norm / sqrt(max(count, 1))
-    if votes < 3 and not change <= FIRST_CHANGE:
+    if votes < 3 and not change <= MAX_FIRST_CHANGE:
         return (
-            f"it changes the parameters by {change:.3g} each (root mean square); at the start at most {FIRST_CHANGE:g}"
+            f"it changes the parameters by {change:.3g} (root mean square); at the start at most {MAX_FIRST_CHANGE:g}"
         )
     if votes > 1 and not rate <= limits.bound * middle:
         return (
@@ -109,41 +116,42 @@ def too_large(limits: Limits, upload: Tree, rate: float, middle: float, votes: i
     return None
 
 
-def upload_of(answer: Answer, terms: Terms) -> Tree:
-    return map_tensors(lambda t: t.to(terms.where), answer.upload)
+def upload_of(reply: Reply, terms: Terms) -> Tree:
+    """Return the upload of a reply, on the processor that computes."""
+    return map_tensors(lambda t: t.to(terms.where), reply.upload)
 
 
 def robust_sum(limits: Limits, contributions: Sequence[Tree]) -> Tree:
-    """The sum of contributions of equal weight, as it would be if all were the trimmed mean, or the median, of them."""
+    """Return the number of contributions, of equal weight, times their coordinate-wise trimmed mean or median."""
     count = len(contributions)
 
     def add(*each: Tensor) -> Tensor:
         together = torch.stack(each)
-        return together.sum(0) if together.dim() == 1 else count * middle_of(limits, together)
+        return together.sum(0) if together.dim() == 1 else count * robust_mean(limits, together)
 
     return map_tensors(add, *contributions)
 
 
-def middle_of(limits: Limits, each: Tensor) -> Tensor:
-    """Number by number, the median, or the mean of what is left without the largest and the smallest."""
+def robust_mean(limits: Limits, each: Tensor) -> Tensor:
+    """Return the coordinate-wise median, or the mean without the largest and smallest values."""
     count = len(each)
     cut = (count - 1) // 2 if limits.aggregation == MEDIAN else min(floor(limits.trim * count), (count - 1) // 2)
     return each.sort(0).values[cut : count - cut].mean(0)
 
 
-def too_many_samples(limits: Limits, newcomer: Member, others: Sequence[Member]) -> str | None:
-    """Why a device's sample count is not believed, or None."""
+def reason_to_exclude(limits: Limits, newcomer: DeviceRecord, others: Sequence[DeviceRecord]) -> str | None:
+    """Return why a device's sample count is not accepted, or None."""
     count = newcomer.samples
     if limits.largest_samples:
         if count <= limits.largest_samples:
             return None
-        return f"device {newcomer.name!r} says it has {count} samples where largest_samples is {limits.largest_samples}"
+        return f"device {newcomer.name!r} reports {count} samples where largest_samples is {limits.largest_samples}"
     counts = [count, *(m.samples for m in others if not m.forgotten)]
     middle = lower_median(counts)
-    if count <= SAMPLES_BOUND * middle or count <= LARGEST_SHARE * sum(counts):
+    if count <= SAMPLES_BOUND * middle or count <= MAX_SHARE * sum(counts):
         return None
     return (
-        f"device {newcomer.name!r} says it has {count} samples, more than {SAMPLES_BOUND:g} times the median of "
+        f"device {newcomer.name!r} reports {count} samples, more than {SAMPLES_BOUND:g} times the median of "
         f"{middle} and {count / sum(counts):.0%} of all: it would outweigh the others; where that is true, set "
         "[federation] largest_samples"
     )

@@ -1,4 +1,4 @@
-"""What the server and a device must agree on before their numbers mean the same."""
+"""The terms that the server and all devices agree on before training: algorithm, network, numbers, batch sizes."""
 
 import json
 from dataclasses import asdict, is_dataclass
@@ -18,12 +18,12 @@ from fedcpsl.trees import Tree, map_tensors
 
 
 class Terms(NamedTuple):
-    """How one side computes; `hyper` has one number of each."""
+    """What one side computes with; each field of `hyper` is one number."""
 
     algorithm: Algorithm
     method: Method
     hyper: Tree
-    warming: Tree  # the same while unlabelled samples are not used
+    warming: Tree  # `hyper` during warm-up, while unlabelled samples are not used
     work: Work
 
     @property
@@ -40,18 +40,18 @@ class Terms(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """What states look like before there are numbers in them: for whoever reads them from a message or a file."""
+    """Templates of all states, for reading them from a message or a file."""
 
     server: Tree
-    broadcast: Tree  # with which a device trains
-    greeting: Tree  # with which it begins, and predicts when all is over: what of a broadcast that needs
+    broadcast: Tree  # for training
+    greeting: Tree  # the part of a broadcast that a device needs to start, and to predict after the last round
     device: Tree
     upload: Tree
 
 
 @cache_last_call
 def shapes_of(terms: Terms) -> Shapes:
-    """By the algorithm's own functions, at the network's first parameters."""
+    """Make the templates with the algorithm's own functions, at the network's initial parameters."""
     algorithm, method = terms.algorithm, terms.method
     server = algorithm.init_server(method, 0)
     broadcast = algorithm.broadcast(server)
@@ -63,20 +63,20 @@ def shapes_of(terms: Terms) -> Shapes:
 
 
 def keeps_sums(terms: Terms) -> bool:
-    """Whether the server keeps something that must stay the sum of what devices keep (FedCPSL: c and every c_i)."""
+    """Return whether a state of the server must stay the sum of device states (FedCPSL: c and every c_i)."""
     declared, shapes = optional(terms.algorithm, "invariants"), shapes_of(terms)
     one = map_tensors(lambda t: t[None], shapes.device)
     return bool(declared and declared(terms.method, shapes.server, one, terms.hyper[0].new_ones(1)))
 
 
 def greeting_of(terms: Terms, broadcast: Tree) -> Tree:
-    """A broadcast without what only training needs."""
+    """Return a broadcast without what only training needs."""
     without = optional(terms.algorithm, "greeting")
     return without(broadcast) if without else broadcast
 
 
 def terms_of(setup: Setup, device: int = 0) -> Terms:
-    """The terms of one device of a simulation, or of its server."""
+    """Return the terms of one device of a simulation, or of its server."""
     hyper, warming = (
         setup.algorithm.Hyper(*torch.from_numpy(table[:, device]).to(setup.hyper[0]))
         for table in (setup.numbers, setup.warming)
@@ -85,7 +85,7 @@ def terms_of(setup: Setup, device: int = 0) -> Terms:
 
 
 def terms_from(settings: Any, network: Network, work: WorkSettings, active: int) -> Terms:
-    """The terms that settings and a network make; no samples are needed."""
+    """Make the terms from settings and a network; no samples are needed."""
     found = resolved(settings, network, work)
     both = numbers_of(found.algorithm, found.method, settings, unknown_sizes(1))
     hyper, warming = (found.algorithm.Hyper(*torch.from_numpy(t[:, 0]).to(network.initial)) for t in both)
@@ -94,20 +94,20 @@ def terms_from(settings: Any, network: Network, work: WorkSettings, active: int)
 
 
 def _deployable(terms: Terms, personal_rounds: int) -> Terms:
-    """Refuse what cannot run on real devices."""
+    """Return the terms; InputError where they cannot run on real devices."""
     if terms.method.traits.alone:
         raise InputError("algorithm.name: this algorithm has no server; run it with the simulator")
     why_not = optional(terms.algorithm, "not_deployable")
     if reason := why_not(terms.method) if why_not else "":
         raise InputError(f"algorithm.name: cannot run on real devices: {reason}")
     if personal_rounds:
-        raise InputError(f"work.personal_rounds = {personal_rounds}: the simulator alone has them; give 0")
+        raise InputError(f"work.personal_rounds = {personal_rounds}: only the simulator has them; give 0")
     return terms
 
 
 def digest(terms: Terms) -> str:
-    """Equal on both sides exactly where they agree."""
-    method, own = terms.method, optional(terms.algorithm, "OWN_NUMBERS") or ()  # which a device chooses for itself
+    """Return a hash of the terms: equal on both sides exactly where they agree."""
+    method, own = terms.method, optional(terms.algorithm, "OWN_NUMBERS") or ()  # which each device chooses
     agreed = {
         "algorithm": getattr(terms.algorithm, "__name__", type(terms.algorithm).__name__),
         "traits": method.traits._asdict(),
@@ -122,7 +122,7 @@ def digest(terms: Terms) -> str:
 
 
 def _plain(rules: Any) -> Any:
-    """Rules as values that are equal on both sides: of functions, their names."""
+    """Return rules as plain values that are equal on both sides; functions are given by name."""
     if is_dataclass(rules) and not isinstance(rules, type):
         return asdict(rules)
     if isinstance(rules, tuple):

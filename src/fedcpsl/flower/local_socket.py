@@ -1,4 +1,4 @@
-"""Messages over a socket of this machine, between Flower's short-lived client process and the device's own.
+"""Messages over a Unix socket, between Flower's short-lived client process and the device's own process.
 
 Imports nothing heavy.
 """
@@ -12,22 +12,23 @@ from typing import NoReturn
 from fedcpsl.errors import InputError, RunError
 
 LOG = logging.getLogger("fedcpsl")
-LARGEST = 1 << 34  # bytes of a message
-PATIENCE_S = 60.0  # for a process of this machine to say what it wants
+MAX_MESSAGE_BYTES = 1 << 34
+SOCKET_TIMEOUT_S = 60.0  # for the client to send its message
 
 
-def send(connection: socket.socket, content: bytes) -> None:
+def send_bytes(connection: socket.socket, content: bytes) -> None:
+    """Send a message, after its length."""
     connection.sendall(len(content).to_bytes(8, "little") + content)
 
 
-def receive(connection: socket.socket) -> bytes | None:
-    """The next message of a connection; None where it was closed."""
+def receive_bytes(connection: socket.socket) -> bytes | None:
+    """Return the next message of a connection; None where it was closed."""
     head = _exactly(connection, 8)
     if head is None:
         return None
     length = int.from_bytes(head, "little")
-    if length > LARGEST:
-        raise RunError(f"a message of {length} bytes: that is no message of fedcpsl")
+    if length > MAX_MESSAGE_BYTES:
+        raise RunError(f"a message of {length} bytes: that is not a message of fedcpsl")
     return _exactly(connection, length)
 
 
@@ -42,49 +43,49 @@ def _exactly(connection: socket.socket, length: int) -> bytes | None:
     return b"".join(parts)
 
 
-def ask(address: Path, content: bytes, seconds: float) -> bytes:
-    """What the device's own process, which listens at `address`, says to a message."""
+def send_and_receive(address: Path, content: bytes, seconds: float) -> bytes:
+    """Send a message to the device's process, which listens at `address`, and return its reply."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(seconds)
         try:
             connection.connect(str(address))
-            send(connection, content)
-            answer = receive(connection)
+            send_bytes(connection, content)
+            reply = receive_bytes(connection)
         except OSError as error:
             raise RunError(
-                f"{address}: the device's process cannot be asked ({error}); is `fedcpsl join` up?"
+                f"{address}: the device's process cannot be reached ({error}); is `fedcpsl join` running?"
             ) from error
-    if answer is None:
-        raise RunError(f"{address}: the device's process ended before it answered")
-    return answer
+    if reply is None:
+        raise RunError(f"{address}: the device's process ended before it replied")
+    return reply
 
 
-def answer_at(address: Path, answer: Callable[[bytes], bytes], ready: Callable[[], None] = lambda: None) -> NoReturn:
-    """Answer whoever connects to a socket that this account alone can reach, one after another, until interrupted."""
+def serve_socket(address: Path, handle: Callable[[bytes], bytes], ready: Callable[[], None] = lambda: None) -> NoReturn:
+    """Reply to messages on a socket that only this account can reach, one after another, until interrupted."""
     if address.exists() and not address.is_socket():
-        raise InputError(f"{address}: is a file of another kind; give --socket a name that is free")
-    with socket.socket(socket.AF_UNIX) as door:
+        raise InputError(f"{address}: exists and is not a socket; give --socket another name")
+    with socket.socket(socket.AF_UNIX) as listener:
         try:
             address.unlink(missing_ok=True)
-            door.bind(str(address))
+            listener.bind(str(address))
             address.chmod(0o600)
-            door.listen()
+            listener.listen()
         except OSError as error:
-            raise InputError(f"{address}: no socket can be made there: {error}") from error
+            raise InputError(f"{address}: a socket cannot be made there: {error}") from error
         ready()
         while True:
-            connection, _ = door.accept()
+            connection, _ = listener.accept()
             with connection:
-                _answer_one(connection, answer)
+                _handle_one(connection, handle)
 
 
-def _answer_one(connection: socket.socket, answer: Callable[[bytes], bytes]) -> None:
-    connection.settimeout(PATIENCE_S)
+def _handle_one(connection: socket.socket, handle: Callable[[bytes], bytes]) -> None:
+    connection.settimeout(SOCKET_TIMEOUT_S)
     try:
-        content = receive(connection)
+        content = receive_bytes(connection)
         if content is not None:
-            said = answer(content)
-            connection.settimeout(PATIENCE_S)
-            send(connection, said)
-    except (OSError, RunError) as error:  # whoever asked is gone, or speaks another language
+            reply = handle(content)
+            connection.settimeout(SOCKET_TIMEOUT_S)
+            send_bytes(connection, reply)
+    except (OSError, RunError) as error:  # the client is gone, or sent something else
         LOG.warning("%s", error)

@@ -1,24 +1,102 @@
-"""The server's app: the federation's rounds on Flower's grid."""
+"""Flower's server app: the federation's rounds, with Flower's grid as their transport."""
 
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from flwr.app import Context
+from flwr.app import Context, MessageType
+from flwr.app import Message as FlowerMessage
 from flwr.serverapp import Grid
 
 from fedcpsl.deployment.job import read_job
-from fedcpsl.deployment.rounds import pause_after, rounds
-from fedcpsl.errors import InputError
-from fedcpsl.flower.grid import GridTransport
+from fedcpsl.deployment.serve import pause_after, run_rounds
+from fedcpsl.deployment.wire import pack, unpack
+from fedcpsl.errors import InputError, RunError
+from fedcpsl.federation.messages import Lost, Message
+from fedcpsl.flower.client import from_record, to_record
+
+POLL_S = 0.3  # between checks for replies
+NAME_TIMEOUT_S = 60.0  # for a node to send its name
+MAX_NAME_LENGTH = 64
+
+
+class GridTransport:
+    """A transport over Flower's grid, for trials on one machine: devices' names are not authenticated."""
+
+    def __init__(self, grid: Grid, job: str) -> None:
+        self._grid, self._job = grid, job
+        self._names: dict[int, str] = {}  # by node
+        self._nodes: dict[str, int] = {}
+
+    def present(self) -> list[str]:
+        nodes = list(self._grid.get_node_ids())
+        self._request_names([node for node in nodes if node not in self._names])
+        self._nodes = {self._names[node]: node for node in nodes if node in self._names}
+        return sorted(self._nodes)
+
+    def send(self, messages: Mapping[str, Message], deadline: float) -> Iterator[tuple[str, Message | Lost]]:
+        """Send messages with the deadline as their time to live: no device carries out an instruction that is over."""
+        self.present()
+        reached = {name: self._nodes[name] for name in messages if name in self._nodes}
+        for name in sorted(set(messages) - set(reached)):
+            yield name, Lost("it is not connected")
+        packed = {name: pack(messages[name], self._job) for name in reached}
+        for name, reply in self._exchange(packed, reached, MessageType.TRAIN, deadline):
+            yield name, _read(reply, name) if isinstance(reply, bytes) else reply
+
+    def _request_names(self, nodes: list[int]) -> None:
+        asked = {str(node): node for node in nodes}
+        for who, reply in self._exchange(dict.fromkeys(asked, b"name"), asked, MessageType.QUERY, NAME_TIMEOUT_S):
+            if isinstance(reply, bytes) and len(reply) <= MAX_NAME_LENGTH:
+                self._names[asked[who]] = reply.decode("utf-8", "replace")
+
+    def _exchange(
+        self, messages: Mapping[str, bytes], nodes: Mapping[str, int], kind: str, deadline: float
+    ) -> Iterator[tuple[str, bytes | Lost]]:
+        """Push all messages, and yield replies as they come, until all have replied or time is up."""
+        if not messages:
+            return
+        end = time.monotonic() + deadline
+        sent = [FlowerMessage(to_record(messages[name]), nodes[name], kind, ttl=deadline) for name in messages]
+        taken = list(self._grid.push_messages(sent))
+        if len(taken) < len(sent):  # Flower accepts all or none; it may be too large
+            yield from ((name, Lost("Flower did not accept the message; its log has the reason")) for name in messages)
+            return
+        waiting = dict(zip(taken, messages, strict=True))
+        while waiting:
+            for reply in self._grid.pull_messages(list(waiting)):
+                name = waiting.pop(reply.metadata.reply_to_message_id, None)
+                if name is not None:
+                    yield name, _content(reply, name)
+            if waiting and time.monotonic() + POLL_S > end:
+                return
+            if waiting:
+                time.sleep(POLL_S)
+
+
+def _content(reply: FlowerMessage, name: str) -> bytes | Lost:
+    if reply.has_error():
+        return Lost(f"{reply.error.reason} (Flower's error {reply.error.code})")
+    try:
+        return from_record(reply.content, f"the reply of device {name!r}")
+    except RunError as error:
+        return Lost(str(error), fault=True)
+
+
+def _read(reply: bytes, name: str) -> Message | Lost:
+    try:
+        return unpack(reply, f"the reply of device {name!r}").message
+    except RunError as error:
+        return Lost(str(error), fault=True)
 
 
 def run(grid: Grid, context: Context) -> None:
-    """Serve the job that the run's config names, from where its folder is."""
+    """Run the job in the folder that the run's config names, resuming from its state."""
     folder = Path(str(context.run_config["folder"]))
     path = folder / "job.toml"
     try:
         job = read_job(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    for state in rounds(GridTransport(grid, job.text), job, folder):
+    for state in run_rounds(GridTransport(grid, job.text), job, folder):
         time.sleep(pause_after(state))

@@ -5,5 +5,5 @@ from flwr.clientapp import ClientApp
 from fedcpsl.flower import client
 
 app = ClientApp()
-app.train()(client.answer)
-app.query()(client.name)
+app.train()(client.handle_message)
+app.query()(client.device_name)

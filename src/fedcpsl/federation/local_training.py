@@ -1,0 +1,172 @@
+"""A device's local training: its samples, its minibatches, and its part of a round within a time budget."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedcpsl.data.federation import Federation
+from fedcpsl.device_round import device_round, is_relabelled, relabelled
+from fedcpsl.errors import RunError
+from fedcpsl.federation.messages import Instruction
+from fedcpsl.federation.terms import Terms
+from fedcpsl.problem import Samples
+from fedcpsl.schedule import DeviceRound, Sizes, draw_tasks
+from fedcpsl.simulation import Setup
+from fedcpsl.simulation.device_data import DeviceData, place_samples
+from fedcpsl.trees import Tree, leaves, map_tensors
+
+ROWS_AT_ONCE = 4096  # in a prediction
+Clock = Callable[[], float]
+
+
+class LocalData(NamedTuple):
+    """One device's samples as its network takes them, on the processor that trains it."""
+
+    x_labelled: Tensor
+    labels: Tensor  # one-hot
+    x_unlabelled: Tensor
+    x_test: Tensor
+    y_test: Tensor
+
+    @property
+    def labelled(self) -> int:
+        return len(self.x_labelled)
+
+    @property
+    def unlabelled(self) -> int:
+        return len(self.x_unlabelled)
+
+
+def local_data_of(setup: Setup, device: int = 0) -> LocalData:
+    """Return the samples of one device of a simulation."""
+    return _rows_of(setup.device_data, device)
+
+
+def _rows_of(device_data: DeviceData, device: int) -> LocalData:
+    hidden, mine = device_data.unlabelled_rows(device), device_data.all_rows(device)
+    seen, test = slice(mine.start, hidden.start), device_data.test.rows(device)
+    return LocalData(
+        device_data.x(seen),
+        device_data.one_hot[seen],
+        device_data.x(hidden),
+        device_data.test.x[test],
+        device_data.test.y[test],
+    )
+
+
+def empty_local_data(terms: Terms, shape: Sequence[int]) -> LocalData:
+    """Return data without samples, for a device that only predicts."""
+    x = torch.zeros(0, *shape, dtype=terms.dtype, device=terms.where)
+    labels, classes = x.new_zeros(0, terms.method.network.classes), torch.zeros(0, dtype=torch.int64)
+    return LocalData(x, labels, x, x, classes)
+
+
+def local_data_from(federation: Federation, terms: Terms) -> LocalData:
+    """Return the samples of the only device of a federation, on the processor and in the dtype of its network."""
+    device_data = place_samples(federation, terms.where, terms.dtype, None, np.zeros(1, np.int64))
+    return _rows_of(device_data, 0)
+
+
+def draw_task(terms: Terms, local_data: LocalData, seed: int, round: int, device: int, steps: int) -> DeviceRound:
+    """Draw a device's part of a round from the same random streams as the simulator."""
+    own = local_data.labelled, local_data.unlabelled
+    sizes = Sizes(*(np.broadcast_to(np.int64(count), device + 1) for count in own))  # no memory for other devices
+    work = terms.work._replace(unit="steps", amount=steps, loss_rate=0.0)
+    method = terms.method
+    (task,) = draw_tasks(
+        seed, round, [device], sizes, work, unlabelled=method.traits.unlabelled, dropout=method.network.has_dropout
+    )
+    return task
+
+
+def local_minibatches(terms: Terms, local_data: LocalData, nu: Tensor, task: DeviceRound) -> Iterator[Samples]:
+    """Yield the minibatch of each step of a round."""
+    where, widths = terms.where, (task.labelled.shape[1], task.unlabelled.shape[1])
+    labelled, unlabelled = (torch.from_numpy(drawn).to(where) for drawn in (task.labelled, task.unlabelled))
+    keys = None if task.keys is None else torch.from_numpy(_keys_of(task, terms.work.batch_labelled)).to(where)
+    weights = torch.zeros(2, sum(widths), dtype=terms.dtype, device=where)
+    weights[0, : widths[0]] = 1 / max(widths[0], 1)
+    weights[1, widths[0] :] = 1 / max(widths[1], 1)
+    for t in range(task.steps):
+        yield Samples(
+            x=torch.cat([local_data.x_labelled[labelled[t]], local_data.x_unlabelled[unlabelled[t]]]),
+            target=torch.cat([local_data.labels[labelled[t]], nu[unlabelled[t]]]),
+            labelled=weights[0],
+            unlabelled=weights[1],
+            keys=None if keys is None else keys[t],
+        )
+
+
+def _keys_of(task: DeviceRound, batch_labelled: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """Return the dropout keys of the drawn rows. Keys of labelled rows come first, even where a device has none."""
+    assert task.keys is not None
+    first, rest = np.split(task.keys, [batch_labelled], 1)
+    return np.concatenate([first[:, : task.labelled.shape[1]], rest[:, : task.unlabelled.shape[1]]], 1)
+
+
+class TrainingResult(NamedTuple):
+    """The device's state after a round, and its update before protection."""
+
+    device: Tree
+    nu: Tensor
+    upload: Tree
+    steps: int
+
+
+def train(
+    terms: Terms,
+    local_data: LocalData,
+    device: Tree,
+    nu: Tensor,
+    instruction: Instruction,
+    budget: float,
+    clock: Clock,
+    *,
+    warming: bool,
+) -> TrainingResult:
+    """Relabel, take 1 to `instruction.steps` steps within `budget` seconds (0: no limit), and finish the round."""
+    begun = clock()
+    algorithm, method, hyper = terms.algorithm, terms.method, terms.warming if warming else terms.hyper
+    broadcast = map_tensors(lambda t: t.to(terms.where), instruction.broadcast)
+    seed, round = instruction.seed, instruction.attempt.round
+    task = draw_task(terms, local_data, seed, round, instruction.device, instruction.steps)
+    if not task.steps:
+        raise RunError("this device has no samples that the algorithm uses; nothing was done")
+    given = (algorithm, method, hyper, broadcast, device)
+    if is_relabelled(algorithm, method, warming=warming):
+        nu = relabelled(*given, lambda first, last: local_data.x_unlabelled[first:last], nu)
+    since = clock()
+
+    def out_of_time(done: int) -> bool:
+        now = clock()
+        return bool(budget) and now - begun + (now - since) / done > budget
+
+    done = device_round(*given, local_minibatches(terms, local_data, nu, task), out_of_time)
+    if not all(t.isfinite().all() for t in (*leaves(done.upload), *leaves(done.device))):
+        raise RunError(
+            "this device's loss is no longer a finite number; the server should use a smaller algorithm.eta "
+            "(or algorithm.alpha_p)"
+        )
+    return TrainingResult(done.device, nu, done.upload, done.steps)
+
+
+def initial_pseudo_labels(terms: Terms, local_data: LocalData) -> Tensor:
+    """Return uniform pseudo-labels, with no rows where unlabelled samples are not used."""
+    classes = terms.method.network.classes
+    count = local_data.unlabelled if terms.method.traits.unlabelled else 0
+    return torch.full((count, classes), 1 / classes, dtype=terms.dtype, device=terms.where)
+
+
+def log_predictions(terms: Terms, received: Tree, device: Tree, x: Tensor) -> Tensor:
+    """Return a device's predictions as log-probabilities, from the last broadcast and its own state."""
+    algorithm, method = terms.algorithm, terms.method
+    models = algorithm.received_model(method, received), algorithm.own_model(method, device)
+    pieces = []
+    with torch.no_grad():
+        for rows in x.split(ROWS_AT_ONCE):
+            both = [None if m is None else method.network.log_probabilities(m, rows) for m in models]
+            pieces.append(algorithm.predict(method, terms.hyper, *both))
+    return torch.cat(pieces)
