@@ -65,14 +65,14 @@ def test_the_global_model_and_the_scaling_stay_as_they_are(run, tmp_path, capsys
 def test_it_is_what_personal_rounds_of_a_joiner_are(run, tmp_path):
     """One round, by the functions of the algorithm: theta_lc starts at theta, nu is labelled there, and is fixed."""
     from fedcpsl.export.adaptation import adapt
-    from fedcpsl.export.saved_run import read_kept
+    from fedcpsl.export.saved_run import load_saved_run
     from fedcpsl.problem import Samples
     from fedcpsl.schedule import draw_tasks
     from fedcpsl.settings import Data
     from fedcpsl.trees import map_tensors
 
     table = opposite(tmp_path / "dan.csv", rows=30)
-    kept = read_kept(run)
+    kept = load_saved_run(run)
     adapted = adapt(kept, Data(dataset="own", file=str(table), label="kind", labelled=1.0), "dan", 1)
     setup, device_data = adapted.state.setup, adapted.state.setup.device_data
     method, hyper = setup.personal_method, map_tensors(lambda t: t[0], setup.hyper)

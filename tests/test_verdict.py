@@ -3,7 +3,7 @@
 import pytest
 
 from fedcpsl.cli import run_command
-from fedcpsl.report.verdict import half_width, of_comparison, verdict, verdicts
+from fedcpsl.report.verdict import comparison_verdicts, half_width, verdict, verdicts
 from fedcpsl.runs.comparison import interval
 
 HEAD = "device,name,labelled,unlabelled,active_rounds,personal,global,localized\n"
@@ -93,7 +93,7 @@ def test_of_a_comparison(tmp_path):
     weak = case(tmp_path, "weak", [[0.5, 0.5], [0.5, 0.5], [0.5, 0.5]], general=0.5)
     strong = case(tmp_path, "strong", [[0.99, 0.99], [0.9, 0.9], [0.93, 0.93]], general=0.5)
     alone = case(tmp_path, "alone", [[0.9, 0.8], [0.95, 0.7], [0.9, 0.75]])
-    said = of_comparison(compared("compare", ours, weak, strong, alone))
+    said = comparison_verdicts(compared("compare", ours, weak, strong, alone))
     assert said == [
         "ours is better than weak (+35.0 points, 95 % interval +22.6 to +47.4)",
         "ours cannot be told from alone (+1.7 points, 95 % interval -7.8 to +11.2)",
@@ -104,7 +104,7 @@ def test_of_a_comparison(tmp_path):
         "the personal models of ours and devices trained alone (alone) cannot be told apart: +1.7 points over 3 seeds "
         "(95 % interval -7.8 to +11.2), better on 2 of 6 devices, worse on 1",
     ]
-    assert "whether a federation pays is not known" in of_comparison(compared("compare", ours, weak))[-1]
+    assert "whether a federation pays is not known" in comparison_verdicts(compared("compare", ours, weak))[-1]
 
 
 def test_of_a_sweep(tmp_path):
@@ -112,12 +112,12 @@ def test_of_a_sweep(tmp_path):
     low = case(tmp_path, "a", [[0.9, 0.9], [0.9, 0.9]], general=0.9, validation=[0.7, 0.72])
     high = case(tmp_path, "b", [[0.8, 0.8], [0.8, 0.82]], general=0.9, validation=[0.8, 0.82])
     near = case(tmp_path, "c", [[0.8, 0.8], [0.8, 0.8]], general=0.9, validation=[0.79, 0.8])
-    best, worse = of_comparison(compared("sweep", low, high, near))
+    best, worse = comparison_verdicts(compared("sweep", low, high, near))
     assert best == (
         "the best of 3 by validation samples: b, 81.00 % (80.50 % on the tests); these cannot be told from it: c"
     )
     assert "the personal models of b are worse than its global one: -9.5 points over 2 seeds" in worse
     levels = {"x": 0.9, "y": 0.8}
     by_tests = [case(tmp_path, name, [[a, a], [a + 0.01, a]], general=a) for name, a in levels.items()]
-    only, *_ = of_comparison(compared("sweep", *by_tests))
+    only, *_ = comparison_verdicts(compared("sweep", *by_tests))
     assert only == "the best of 2 by the test sets: x, 90.25 %; it is ahead of every other by more than chance"
