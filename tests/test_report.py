@@ -43,9 +43,9 @@ def fedcpsl(*arguments):
     return run_command([str(argument) for argument in arguments])
 
 
-def told(page):
+def page_data(page):
     """The JSON that a page draws from."""
-    return json.loads(re.search(r'<script id="told" type="application/json">(.*?)</script>', page, re.S)[1])
+    return json.loads(re.search(r'<script id="page-data" type="application/json">(.*?)</script>', page, re.S)[1])
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_the_page_is_complete_and_needs_nothing_else(run):
     assert f"fedcpsl report {run} --alone" in page
     assert 'name = "fedcpsl"' in unescape(page)
     assert is_self_contained(page)
-    assert set(told(page)["charts"]) == {"accuracy", "labels", "gaps"}
+    assert set(page_data(page)["charts"]) == {"accuracy", "labels", "gaps"}
     assert page.count('role="img"') == 3 + 4  # three charts and four devices
 
 
@@ -109,13 +109,13 @@ def test_plots_and_numbers_agree_with_the_metrics(run):
     page = (run / "report.html").read_text()
     assert f"{100 * mean:.2f} %" in page
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    series = {s["name"]: s for s in told(page)["charts"]["accuracy"]["series"]}
+    series = {s["name"]: s for s in page_data(page)["charts"]["accuracy"]["series"]}
     assert list(series) == ["personal", "global", "localized"]
     for name, found in series.items():
         assert found["x"] == [0, 1, 2, 3]
         assert found["y"] == pytest.approx([100 * m[name]["mean"] for m in lines], rel=1e-3)
         assert found["devices"] == pytest.approx([100 * m[name]["std"] for m in lines], rel=1e-3, abs=1e-3)
-    confidence = told(page)["charts"]["labels"]["series"][1]
+    confidence = page_data(page)["charts"]["labels"]["series"][1]
     assert confidence["name"] == "confidence"
     assert confidence["y"] == pytest.approx(
         [100 * m["pseudo_label_confidence"] for m in lines if m["pseudo_label_confidence"]], rel=1e-3
@@ -147,7 +147,7 @@ def test_gains_come_from_devices_that_train_alone(comparison):
             accuracies.append([float(d["personal"]) for d in csv.DictReader(file)])
     gains = [100 * (a - b) for a, b in zip(*accuracies, strict=True)]
     assert f"{sum(g > 0 for g in gains)} of 4 devices are better off and {sum(g < 0 for g in gains)} worse" in page
-    charts = told(page)["charts"]
+    charts = page_data(page)["charts"]
     assert [s["name"] for s in charts["accuracy-personal"]["series"]] == ["fedcpsl", "local"]
     assert charts["accuracy-personal"]["series"][0]["n"] == 2
     assert "uplink" in charts
@@ -163,8 +163,8 @@ def test_a_run_of_a_comparison_finds_its_neighbour(comparison):
 def test_gains_are_measured_against_as_much_work(comparison):
     run, beside = (load_run(comparison / "runs" / name) for name in ("fedcpsl-seed0", "local-seed0"))
 
-    def other(told, **work):
-        return told._replace(config=replace(told.config, work=replace(told.config.work, **work)))
+    def other(loaded, **work):
+        return loaded._replace(config=replace(loaded.config, work=replace(loaded.config.work, **work)))
 
     longer = other(beside, rounds=9)
     smaller = beside._replace(config=replace(beside.config, model=replace(beside.config.model, hidden=[2])))
@@ -194,7 +194,7 @@ def test_runs_side_by_side_on_one_page(run, comparison, desk, monkeypatch, capsy
     page = (desk / "report.html").read_text()
     assert fedcpsl("report", run, comparison) == 0  # its own page it may replace
     assert is_self_contained(page)
-    names = [s["name"] for s in told(page)["charts"]["accuracy-personal"]["series"]]
+    names = [s["name"] for s in page_data(page)["charts"]["accuracy-personal"]["series"]]
     assert names == ["fedcpsl, gaps=True", "fedcpsl, gaps=False", "local"]
     (desk / "thesis.html").write_text("mine")
     capsys.readouterr()
@@ -215,7 +215,7 @@ def test_sweeps_and_studies_have_the_same_page(sweep, study):
     assert 'class="picture sweep"' in page
     page = (study / "results" / "mine.html").read_text()
     assert "Personal accuracy, %, mean over devices and seeds." in page
-    assert [s["name"] for s in told(page)["charts"]["accuracy-personal"]["series"]] == ["FedCPSL", "alone"]
+    assert [s["name"] for s in page_data(page)["charts"]["accuracy-personal"]["series"]] == ["FedCPSL", "alone"]
     assert "over alone" in page
     assert fedcpsl("report", study) == 0
     assert is_self_contained((study / "report.html").read_text())
@@ -353,7 +353,7 @@ def test_planned_runs_that_have_not_begun_are_waited_for(comparison, desk):
     assert fedcpsl("report", desk / "half") == 0
     page = (desk / "half" / "report.html").read_text()
     assert "Not finished: 1 of 4 runs finished." in page
-    assert told(page)["over"] is False
+    assert page_data(page)["over"] is False
 
 
 def test_a_comparison_that_came_to_nothing_has_a_page(comparison, sweep, desk):
@@ -543,7 +543,7 @@ def test_a_browser_draws_them_and_answers_the_mouse(run, comparison, sweep, stud
             assert browser.value("document.querySelector('.tip').hidden") is False
             said = browser.value("document.querySelector('.tip').innerText")
             assert re.match(r"round \d", said)
-            chart = next(iter(told(page.read_text())["charts"].values()))
+            chart = next(iter(page_data(page.read_text())["charts"].values()))
             assert f"{chart['series'][0]['y'][int(said.split()[1])]:.2f} %" in said
             wide = browser.value("document.documentElement.scrollWidth <= innerWidth")
             assert wide, "the page itself scrolls sideways"

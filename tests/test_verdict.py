@@ -19,8 +19,8 @@ def test_half_of_an_interval():
     [
         ([(0.9, 0.5), (0.8, 0.5), (0.85, 0.5)], "are better than B: +35.0 points over 3 devices"),
         ([(0.5, 0.9), (0.5, 0.8), (0.5, 0.85)], "are worse than B: -35.0 points over 3 devices"),
-        ([(0.9, 0.5), (0.5, 0.9), (0.6, 0.5)], "A and B cannot be told apart: +3.3 points over 3 devices"),
-        ([(0.9, 0.5)], "+40.0 points on one device; one device cannot tell more"),
+        ([(0.9, 0.5), (0.5, 0.9), (0.6, 0.5)], "A and B are not significantly different: +3.3 points over 3 devices"),
+        ([(0.9, 0.5)], "+40.0 points on one device; one device is not enough for an interval"),
     ],
 )
 def test_which_is_better(pairs, words):
@@ -96,13 +96,13 @@ def test_of_a_comparison(tmp_path):
     said = comparison_verdicts(compared("compare", ours, weak, strong, alone))
     assert said == [
         "ours is better than weak (+35.0 points, 95 % interval +22.6 to +47.4)",
-        "ours cannot be told from alone (+1.7 points, 95 % interval -7.8 to +11.2)",
+        "ours is not significantly different from alone (+1.7 points, 95 % interval -7.8 to +11.2)",
         "ours is worse than strong (-9.0 points, 95 % interval -11.5 to -6.5)",
         "use strong on data like this",
         "the personal models of ours are better than its global one: +35.0 points over 3 seeds (95 % interval +22.6 to "
         "+47.4), better on 6 of 6 devices, worse on 0",
-        "the personal models of ours and devices trained alone (alone) cannot be told apart: +1.7 points over 3 seeds "
-        "(95 % interval -7.8 to +11.2), better on 2 of 6 devices, worse on 1",
+        "the personal models of ours and devices trained alone (alone) are not significantly different: +1.7 points "
+        "over 3 seeds (95 % interval -7.8 to +11.2), better on 2 of 6 devices, worse on 1",
     ]
     assert "whether a federation pays is not known" in comparison_verdicts(compared("compare", ours, weak))[-1]
 
@@ -114,7 +114,8 @@ def test_of_a_sweep(tmp_path):
     near = case(tmp_path, "c", [[0.8, 0.8], [0.8, 0.8]], general=0.9, validation=[0.79, 0.8])
     best, worse = comparison_verdicts(compared("sweep", low, high, near))
     assert best == (
-        "the best of 3 by validation samples: b, 81.00 % (80.50 % on the tests); these cannot be told from it: c"
+        "the best of 3 by validation samples: b, 81.00 % (80.50 % on the tests); these are not significantly "
+        "different: c"
     )
     assert "the personal models of b are worse than its global one: -9.5 points over 2 seeds" in worse
     levels = {"x": 0.9, "y": 0.8}

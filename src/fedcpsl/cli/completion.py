@@ -66,8 +66,8 @@ def describe(parser: argparse.ArgumentParser, path: Sequence[str] = ("fedcpsl",)
     nested, options, arguments = list[Command](), list[Option](), list[Value]()
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            said = {choice.dest: choice.help or "" for choice in action._choices_actions}
-            nested += [describe(p, (*path, name), said.get(name, "")) for name, p in action.choices.items()]
+            helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
+            nested += [describe(p, (*path, name), helps.get(name, "")) for name, p in action.choices.items()]
         elif action.option_strings:
             value = None if action.nargs == 0 else completions_of(action)
             options.append(Option(tuple(action.option_strings), _one_line(action.help), value))
@@ -254,11 +254,11 @@ def _zsh_function(command: Command) -> str:
     lines = [f"{name}() {{", "    local context state state_descr line", "    typeset -A opt_args"]
     lines.append("    _arguments -C \\\n        " + " \\\n        ".join(specs))
     if command.commands:
-        said = [_quoted(f"{nested.path[-1]}:{nested.help}") for nested in command.commands]
+        described = [_quoted(f"{nested.path[-1]}:{nested.help}") for nested in command.commands]
         lines += [
             "    case $state in",
             "    command)",
-            "        local -a commands=(\n            " + "\n            ".join(said) + "\n        )",
+            "        local -a commands=(\n            " + "\n            ".join(described) + "\n        )",
             "        _describe command commands ;;",
             "    rest)",
             "        case $line[1] in",
@@ -270,10 +270,10 @@ def _zsh_function(command: Command) -> str:
 
 
 def _zsh_option(option: Option) -> str:
-    said = option.help.replace("\\", "\\\\").replace("[", "\\[").replace("]", "\\]").replace(":", "\\:")
+    help = option.help.replace("\\", "\\\\").replace("[", "\\[").replace("]", "\\]").replace(":", "\\:")
     takes = "" if option.value is None else f": :{_in_zsh(option.value)}"
     specs = [
-        _quoted(f"*{flag}{'=' if takes and flag.startswith('--') else ''}[{said}]{takes}") for flag in option.flags
+        _quoted(f"*{flag}{'=' if takes and flag.startswith('--') else ''}[{help}]{takes}") for flag in option.flags
     ]
     return " ".join(specs)
 

@@ -83,8 +83,8 @@ def _labels(runs: Sequence[LoadedRun]) -> str:
     known = sorted({f"{100 * share:.3g}" for share in counted if share is not None}, key=float)
     if None not in counted:
         return f"{' to '.join(dict.fromkeys([known[0], known[-1]]))} % of the training samples labelled"
-    said = {labels_seen(run.config.data) for run in runs}
-    return said.pop() if len(said) == 1 and not known else "unequal shares of the labels visible"
+    shares = {labels_seen(run.config.data) for run in runs}
+    return shares.pop() if len(shares) == 1 and not known else "unequal shares of the labels visible"
 
 
 def labelled_share(run: LoadedRun) -> float | None:

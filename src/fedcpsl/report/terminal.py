@@ -269,8 +269,8 @@ def class_map(federation: Federation) -> Table:
     labelled, unlabelled = (federation.class_counts(role) for role in (LABELLED, UNLABELLED))
     unknown = unknown_counts(federation)
     shown = [(labelled, labelled.max()), (unlabelled, max(unlabelled.max(), unknown.max()))]
-    says = "?: unlabelled, class unknown" if unknown.any() else "known samples"
-    grid = Table(title=f"devices by classes ({says})", title_justify="left", box=None, padding=(0, 1))
+    legend = "?: unlabelled, class unknown" if unknown.any() else "known samples"
+    grid = Table(title=f"devices by classes ({legend})", title_justify="left", box=None, padding=(0, 1))
     grid.add_column("device")
     for name, (_, most) in zip(("labelled", "unlabelled"), shown, strict=True):
         grid.add_column(f"{name}, most {most}", no_wrap=True)

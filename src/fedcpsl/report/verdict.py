@@ -12,6 +12,7 @@ from fedcpsl.runs.folder import read_manifest
 LEVEL = 0.975  # of a two-sided interval of 95 %
 Pairs = Sequence[tuple[float, float]]  # two accuracies of each device
 Case = Mapping[str, Any]
+BETTER, EQUAL, WORSE = "is better than", "is not significantly different from", "is worse than"
 USE_GLOBAL = "use the global model (--device global), or give it more weight with a smaller --beta"
 TRAIN_ALONE = "a federation does not pay for these devices: train each alone"
 
@@ -27,7 +28,7 @@ def run_verdicts(folder: Path, final: Mapping[str, object]) -> list[str]:
         return []
     served = final["global"] is not None and "adapted_from" not in read_manifest(folder)
     missing = served and not (folder / "alone" / "devices.csv").exists()
-    ask = f"whether devices would do as well alone is not known: fedcpsl report {folder} --alone tells"
+    ask = f"whether devices would do as well alone is not known: run fedcpsl report {folder} --alone"
     return [*verdicts(folder), *[ask] * missing]
 
 
@@ -79,20 +80,20 @@ def _is_alone(case: Case) -> bool:
 
 def _compare_with_others(first: Case, others: Sequence[Case]) -> list[str]:
     """Say which algorithms the first one beats, which beat it, and which are not significantly different."""
-    kinds: dict[str, list[str]] = {"is better than": [], "cannot be told from": [], "is worse than": []}
+    kinds: dict[str, list[str]] = {BETTER: [], EQUAL: [], WORSE: []}
     best = first
     for case in others:
         lead, half = -case["difference"]["mean"], case["difference"]["half_width"]
         if half is None:
             continue
-        kind = "is better than" if lead - half > 0 else "is worse than" if lead + half < 0 else "cannot be told from"
+        kind = BETTER if lead - half > 0 else WORSE if lead + half < 0 else EQUAL
         short = f"{100 * lead:+.1f}, {100 * (lead - half):+.1f} to {100 * (lead + half):+.1f}"
         full = f"{100 * lead:+.1f} points, {_interval(100 * lead, 100 * half)}"
         kinds[kind].append(f"{case['name']} ({short if kinds[kind] else full})")
-        if kind == "is worse than" and case["personal"]["mean"] > best["personal"]["mean"]:
+        if kind == WORSE and case["personal"]["mean"] > best["personal"]["mean"]:
             best = case
     if others and not any(kinds.values()):
-        return ["one seed cannot tell algorithms apart: give --seeds 5"]
+        return ["one seed is not enough to compare algorithms: give --seeds 5"]
     lines = [f"{first['name']} {kind} {', '.join(names)}" for kind, names in kinds.items() if names]
     return [*lines, f"use {best['name']} on data like this"] if best is not first else lines
 
@@ -100,7 +101,7 @@ def _compare_with_others(first: Case, others: Sequence[Case]) -> list[str]:
 def _compare_with_alone(first: Case, tables: Sequence[list[dict[str, str]]], cases: Sequence[Case]) -> str:
     alone = [case for case in cases if _is_alone(case)]
     if not alone:
-        return "whether a federation pays is not known: have local among --algorithms, devices that train alone"
+        return "whether a federation pays is not known: add local to --algorithms, devices that train alone"
     best = max(alone, key=lambda case: case["personal"]["mean"])
     pairs = [_pairs_with_alone(*both) for both in zip(tables, _device_tables(best), strict=True)]
     return verdict(
@@ -117,11 +118,11 @@ def _best_of_sweep(best: Case, cases: Sequence[Case]) -> str:
         text += f" ({100 * best['personal']['mean']:.2f} % on the tests)"
     equal = [case["name"] for case in cases if case is not best and not _is_ahead(best, case, key)]
     if len(best["runs"]) < 2:
-        return f"{text}; one seed cannot tell settings apart: give --seeds 3"
+        return f"{text}; one seed is not enough to compare settings: give --seeds 3"
     if not equal:
-        return f"{text}; it is ahead of every other by more than chance"
+        return f"{text}; it is significantly better than every other"
     some = ", ".join(equal[:3]) + f" and {len(equal) - 3} more" * (len(equal) > 3)
-    return f"{text}; these cannot be told from it: {some}"
+    return f"{text}; these are not significantly different: {some}"
 
 
 def _is_ahead(best: Case, case: Case, key: str) -> bool:
@@ -158,7 +159,7 @@ def verdict(one: str, other: str, groups: Sequence[Pairs], advice: str) -> str:
     count, mean = len(devices), fmean(samples)
     on = f"better on {sum(d > 0 for d in devices)} of {count} devices, worse on {sum(d < 0 for d in devices)}"
     if len(samples) < 2:
-        return f"{one} and {other}: {mean:+.1f} points on one device; one device cannot tell more"
+        return f"{one} and {other}: {mean:+.1f} points on one device; one device is not enough for an interval"
     half = half_width(samples)
     over = f"{len(samples)} {'seeds' if len(each) > 1 else 'devices'}"
     facts = f"{mean:+.1f} points over {over} ({_interval(mean, half)}), {on}"
@@ -166,7 +167,7 @@ def verdict(one: str, other: str, groups: Sequence[Pairs], advice: str) -> str:
         return f"{one} are better than {other}: {facts}"
     if mean + half < 0:
         return f"{one} are worse than {other}: {facts}; {advice}"
-    return f"{one} and {other} cannot be told apart: {facts}"
+    return f"{one} and {other} are not significantly different: {facts}"
 
 
 def _interval(mean: float, half: float) -> str:

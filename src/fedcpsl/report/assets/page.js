@@ -2,7 +2,7 @@
 (() => {
   "use strict";
   const page = document.documentElement, chosen = {}, hidden = {};
-  let data = JSON.parse(document.getElementById("told").textContent);
+  let data = JSON.parse(document.getElementById("page-data").textContent);
   page.classList.add("js");
 
   const tip = document.createElement("div");
