@@ -229,7 +229,7 @@ def test_a_network_of_ones_own(tmp_path, capsys, monkeypatch):
         code, out, err = ask(capsys, "predict", path, "raw.npy")
         if kind != "onnx":
             assert (code, out) == (2, "")
-            assert "give --model ownmodels:own to have it imported" in err
+            assert "give --model ownmodels:own to import it" in err
             code, out, err = ask(capsys, "predict", path, "raw.npy", "--model", "ownmodels:own")
         assert (code, err) == (0, "")
         assert np.abs(answers_of(out) - answers_of(expected)).max() < 1e-5

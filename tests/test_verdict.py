@@ -121,4 +121,4 @@ def test_of_a_sweep(tmp_path):
     levels = {"x": 0.9, "y": 0.8}
     by_tests = [case(tmp_path, name, [[a, a], [a + 0.01, a]], general=a) for name, a in levels.items()]
     only, *_ = comparison_verdicts(compared("sweep", *by_tests))
-    assert only == "the best of 2 by the test sets: x, 90.25 %; it is ahead of every other by more than chance"
+    assert only == "the best of 2 by the test sets: x, 90.25 %; it is significantly better than every other"

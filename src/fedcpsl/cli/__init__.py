@@ -29,14 +29,14 @@ examples:
   fedcpsl run --set work.unit=hlu --loss-rate .2   devices of unequal speed, uploads that get lost
   fedcpsl run --dry-run                         what would be run: config, split, steps
   fedcpsl run --resume runs/20260101-120000-fedcpsl-digits
-  fedcpsl data --partition dirichlet            who would hold what
+  fedcpsl data --partition dirichlet            how samples would be split among devices
   fedcpsl compare --algorithms fedcpsl,apfl,local --seeds 5
   fedcpsl sweep --grid alpha_p=.01,.03,.1 --grid beta=.5,.75
   fedcpsl paper table --dataset mnist           the paper's table, every cell over 5 seeds
   fedcpsl show runs/*                           past runs
   fedcpsl doctor --dataset mnist                what is missing here, and what that run would take
   fedcpsl export runs/mine --device 7           a device's personal model as an ONNX file
-  fedcpsl predict runs/mine --device 7 new.csv  what it says of new samples
+  fedcpsl predict runs/mine --device 7 new.csv  its predictions for new samples
   fedcpsl keys keys --server fl.example.org --devices phone-1 phone-2
 """
 
