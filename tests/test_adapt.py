@@ -65,14 +65,14 @@ def test_the_global_model_and_the_scaling_stay_as_they_are(run, tmp_path, capsys
 def test_it_is_what_personal_rounds_of_a_joiner_are(run, tmp_path):
     """One round, by the functions of the algorithm: theta_lc starts at theta, nu is labelled there, and is fixed."""
     from fedcpsl.export.adaptation import adapt
-    from fedcpsl.export.saved_run import read_kept
+    from fedcpsl.export.saved_run import load_saved_run
     from fedcpsl.problem import Samples
     from fedcpsl.schedule import draw_tasks
     from fedcpsl.settings import Data
     from fedcpsl.trees import map_tensors
 
     table = opposite(tmp_path / "dan.csv", rows=30)
-    kept = read_kept(run)
+    kept = load_saved_run(run)
     adapted = adapt(kept, Data(dataset="own", file=str(table), label="kind", labelled=1.0), "dan", 1)
     setup, device_data = adapted.state.setup, adapted.state.setup.device_data
     method, hyper = setup.personal_method, map_tensors(lambda t: t[0], setup.hyper)
@@ -177,7 +177,7 @@ def test_a_device_too_small_to_hold_anything_out(run, tmp_path, capsys):
     (tmp_path / "tiny.csv").write_text("height,width,kind\n190,0.42,cat\n150,0.38,\n")
     code, out, err = ask(capsys, "adapt", run, "--data", tmp_path / "tiny.csv", "--out", tmp_path / "new")
     assert (code, err) == (0, "")
-    assert "what was gained is not known" in out
+    assert "the gain is not known" in out
 
 
 def test_a_full_disk_leaves_nothing(run, tmp_path, capsys, monkeypatch):
@@ -224,4 +224,4 @@ def test_it_says_when_it_cannot_know(run, tmp_path, capsys):
     blank = tmp_path / "blank.csv"
     blank.write_text("height,width,kind\n" + "\n".join(f"{160 + i},0.4," for i in range(9)) + "\n170,0.41,cat\n")
     said = ask(capsys, "adapt", run, "--data", blank, "--out", tmp_path / "blank", "--rounds", "1")
-    assert "what was gained is not known" in said[1] + said[2]
+    assert "the gain is not known" in said[1] + said[2]

@@ -120,7 +120,7 @@ def test_a_sweep_has_every_combination_and_a_heat_map(tmp_path):
         (["compare", "--beta", "7"], "algorithm.beta = 7"),
         (["compare", "--resume", "nowhere"], "not a comparison's folder"),
         (["compare", "--resume", "x", "--seeds", "2"], "give it alone"),
-        (["sweep"], "--grid: say what to sweep"),
+        (["sweep"], "--grid: give what to sweep"),
         (["sweep", "--grid", "alpah_p=1"], "did you mean 'alpha_p'"),
         (["sweep", "--grid", "beta=.5,3"], "algorithm.beta = 3: give"),
         (["sweep", "--grid", "beta"], "give it as SETTING=A,B"),
@@ -173,7 +173,7 @@ def test_the_table_says_what_its_reader_must_know(tmp_path):
     cases = summarise(tmp_path / "b")["cases"]
     assert cases[0]["steps"] == cases[1]["steps"]
     assert [case["gradients_per_step"] for case in cases] == [4, 1]
-    assert "one seed cannot tell algorithms apart" in equal.stdout
+    assert "one seed is not enough to compare algorithms" in equal.stdout
     by_tests = fedcpsl("sweep", "--grid", "beta=.5,.9", *few, "--out", "c", cwd=tmp_path)
     assert by_tests.stdout.strip().startswith("sweep of beta on digits, judged by test sets")
     assert "judged by test sets" in (tmp_path / "c" / "report.html").read_text().partition("</h1>")[0]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from fedcpsl.cli import run_command
 from fedcpsl.evaluation import evaluate
-from fedcpsl.export import writing
+from fedcpsl.export import model_files
 from fedcpsl.runs.checkpoint import checkpoints, load_checkpoint
 from fedcpsl.runs.experiment import build
 from fedcpsl.runs.folder import read_run_config
@@ -174,14 +174,14 @@ def test_a_file_that_was_changed_or_cut_is_refused(exported, suffix, tmp_path, c
 
 def test_a_pickle_in_a_pt2_is_never_loaded(exported, tmp_path, capsys):
     """A file with a right checksum can still be an attack: one whose weights it calls a pickle."""
-    from fedcpsl.export.files import _members, _members_of, read_torch
-    from fedcpsl.export.model_manifest import sealed
+    from fedcpsl.export.model_files import _members, _members_of, read_torch
+    from fedcpsl.export.model_manifest import with_checksum
 
     members = _members_of((exported / "bob.pt2").read_bytes(), tmp_path)
-    about = read_torch((exported / "bob.pt2").read_bytes(), tmp_path).about
+    manifest = read_torch((exported / "bob.pt2").read_bytes(), tmp_path).manifest
     config = "data/weights/model_weights_config.json"
     members[config] = members[config].replace(b'"use_pickle": false', b'"use_pickle": true')
-    members["extra/fedcpsl.json"] = sealed(about, _members(members)).encode()
+    members["extra/fedcpsl.json"] = with_checksum(manifest, _members(members)).encode()
     attack = io.BytesIO()
     with zipfile.ZipFile(attack, "w") as archive:
         for name, content in members.items():
@@ -229,7 +229,7 @@ def test_a_network_of_ones_own(tmp_path, capsys, monkeypatch):
         code, out, err = ask(capsys, "predict", path, "raw.npy")
         if kind != "onnx":
             assert (code, out) == (2, "")
-            assert "give --model ownmodels:own to have it imported" in err
+            assert "give --model ownmodels:own to import it" in err
             code, out, err = ask(capsys, "predict", path, "raw.npy", "--model", "ownmodels:own")
         assert (code, err) == (0, "")
         assert np.abs(answers_of(out) - answers_of(expected)).max() < 1e-5
@@ -298,7 +298,7 @@ def test_what_cannot_be_exported(run, exported, tmp_path, capsys, monkeypatch):
     unknown.mkdir()
     for arguments, words in (
         ([kept_metrics, "--device", "bob"], 'run.keep = "metrics"'),
-        ([run], "whose model? Give --device NAME"),
+        ([run], "which device's model? Give --device NAME"),
         ([run, "--device", "bo"], "did you mean 'bob'?"),
         ([run, "--device", "7"], "no such device"),
         ([unknown, "--device", "7"], "not a run's folder"),
@@ -371,4 +371,4 @@ def test_a_full_disk_leaves_no_file(run, tmp_path, capsys, monkeypatch):
 
 
 def test_the_tolerance_is_what_is_promised():
-    assert writing.TOLERANCE == 1e-5
+    assert model_files.TOLERANCE == 1e-5

@@ -207,7 +207,7 @@ def test_the_command_makes_what_is_missing(tmp_path):
     first = fedcpsl("keys", "k", "--server", "fl.example.org", "--devices", "a", "b", "--days", "90", cwd=tmp_path)
     assert (first.returncode, first.stderr) == (0, "")
     assert "a: ca.crt and devices/a" in first.stdout
-    assert "nobody: ca.key" in first.stdout
+    assert "no one: ca.key" in first.stdout
     folder = tmp_path / "k"
     end = keys.read_certificate(folder / "server.crt").not_valid_after_utc
     assert timedelta(days=89) < end - datetime.now(UTC) < timedelta(days=90)
@@ -354,7 +354,7 @@ def test_the_command_revokes_and_renews(tmp_path):
     fedcpsl("keys", "k", "--server", "h", "--devices", "a", "b", cwd=tmp_path)
     done = fedcpsl("keys", "k", "--revoke", "a", "--forget", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "revoked a: a server that uses k lets it in no more, at once; its weight is removed" in done.stdout
+    assert "revoked a: a server that uses k rejects it from now on; its weight is removed" in done.stdout
     done = fedcpsl("keys", "k", "--renew", "b", cwd=tmp_path)
     assert "move it to the device, in place of its key b" in done.stdout
     for words in (["--forget"], ["--revoke", "nobody"], ["--revoke", "b", "--devices", "c"], ["--renew", "a"]):

@@ -125,7 +125,7 @@ def test_a_run_that_diverges_in_its_last_step_is_noticed(tmp_path, monkeypatch, 
 
 BAD = {
     "two values alike": (["sweep", "--grid", "beta=.5,0.5"], "give each value once"),
-    "a setting twice": (["sweep", "--grid", "beta=.5", "--grid", "beta=.7"], "stands there twice"),
+    "a setting twice": (["sweep", "--grid", "beta=.5", "--grid", "beta=.7"], "is given twice"),
     "a later case": (["sweep", "--grid", "active=2,50"], "work.active = 50"),
     "a later algorithm": (
         ["compare", "--algorithms", "fedcpsl,fedavg", "--set", "work.personal_rounds=1"],

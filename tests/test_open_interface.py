@@ -10,7 +10,7 @@ import torch
 
 from fedcpsl import config
 from fedcpsl.algorithms import all_algorithms, ditto, family, fedamp, feddyn
-from fedcpsl.cli.declared import algorithm_names, declared_settings
+from fedcpsl.cli.options import algorithm_names, declared_settings
 from fedcpsl.config import Config, with_settings
 from fedcpsl.errors import InputError
 from fedcpsl.federation.terms import terms_of

@@ -202,7 +202,7 @@ def test_what_is_wrong_with_a_model_is_said_in_one_line(run, tmp_path, capsys):
         (["empty", "--device", "bob"], "is neither a run's folder nor that of a device"),
         (["bob.safetensors", "--device", "ann"], "is the model of device bob"),
         ([str(run / "models.safetensors")], "is a run's models file, not an exported model; give the run's folder"),
-        ([str(run)], "whose model?"),
+        ([str(run)], "which device's model?"),
     ):
         model, *rest = arguments
         code, out, err = ask(capsys, "predict", tmp_path / model, tmp_path / "x.npy", *rest)
@@ -233,7 +233,9 @@ def test_without_a_device_column_somebody_must_be_named(run, tmp_path, capsys):
     np.save(tmp_path / "new.npy", np.zeros((3, 2)))
     code, _, complained = ask(capsys, "predict", run, tmp_path / "new.npy")
     assert code == 2
-    assert "whose model? Give --device NAME, or --device global, or a table with its column 'phone'" in complained
+    assert (
+        "which device's model? Give --device NAME, or --device global, or a table with its column 'phone'" in complained
+    )
 
 
 def test_arrays_may_say_whose_they_are(tmp_path, capsys):

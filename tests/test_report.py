@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from html import unescape
 
 import numpy as np
 import pytest
@@ -14,13 +15,13 @@ from rich.console import Console
 from fedcpsl.cli import run_command
 from fedcpsl.config import Config, with_settings
 from fedcpsl.data.sources import load_federation
-from fedcpsl.report.chart_series import MOST_POINTS, accuracy_charts, ticks
-from fedcpsl.report.headline import sentence
-from fedcpsl.report.loaded_runs import Line, RunSet, alone_for, load_runs, tell, try_load_runs
+from fedcpsl.report.charts import MAX_POINTS, accuracy_charts, ticks
+from fedcpsl.report.headline import sentence, state_of
+from fedcpsl.report.loaded_runs import RunSet, SeedGroup, alone_for, load_run, load_runs, try_load_runs
 from fedcpsl.report.page import page_of
-from fedcpsl.report.sections import _cards, _map, state_of
+from fedcpsl.report.sections import cards_section, maps_of_split, render
 from fedcpsl.report.summary_tables import best_and_worst
-from fedcpsl.report.tables import Column, Table, plain, points, seconds, size, to_csv, to_html, to_latex, to_markdown
+from fedcpsl.report.tables import Column, Table, plain, points, seconds, size, to_csv, to_latex, to_markdown
 from fedcpsl.report.terminal import progress, sparkline
 from fedcpsl.runs import split_summary
 
@@ -42,9 +43,9 @@ def fedcpsl(*arguments):
     return run_command([str(argument) for argument in arguments])
 
 
-def told(page):
+def page_data(page):
     """The JSON that a page draws from."""
-    return json.loads(re.search(r'<script id="told" type="application/json">(.*?)</script>', page, re.S)[1])
+    return json.loads(re.search(r'<script id="page-data" type="application/json">(.*?)</script>', page, re.S)[1])
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +95,9 @@ def test_the_page_is_complete_and_needs_nothing_else(run):
         assert words in page, words
     assert "fedcpsl on digits: 4 devices, 2 of them active in each of 3 rounds" in page
     assert f"fedcpsl report {run} --alone" in page
-    assert 'name = "fedcpsl"' in page.replace("&quot;", '"')
+    assert 'name = "fedcpsl"' in unescape(page)
     assert is_self_contained(page)
-    assert set(told(page)["charts"]) == {"accuracy", "labels", "gaps"}
+    assert set(page_data(page)["charts"]) == {"accuracy", "labels", "gaps"}
     assert page.count('role="img"') == 3 + 4  # three charts and four devices
 
 
@@ -108,13 +109,13 @@ def test_plots_and_numbers_agree_with_the_metrics(run):
     page = (run / "report.html").read_text()
     assert f"{100 * mean:.2f} %" in page
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    series = {s["name"]: s for s in told(page)["charts"]["accuracy"]["series"]}
+    series = {s["name"]: s for s in page_data(page)["charts"]["accuracy"]["series"]}
     assert list(series) == ["personal", "global", "localized"]
     for name, found in series.items():
         assert found["x"] == [0, 1, 2, 3]
         assert found["y"] == pytest.approx([100 * m[name]["mean"] for m in lines], rel=1e-3)
         assert found["devices"] == pytest.approx([100 * m[name]["std"] for m in lines], rel=1e-3, abs=1e-3)
-    confidence = told(page)["charts"]["labels"]["series"][1]
+    confidence = page_data(page)["charts"]["labels"]["series"][1]
     assert confidence["name"] == "confidence"
     assert confidence["y"] == pytest.approx(
         [100 * m["pseudo_label_confidence"] for m in lines if m["pseudo_label_confidence"]], rel=1e-3
@@ -146,24 +147,24 @@ def test_gains_come_from_devices_that_train_alone(comparison):
             accuracies.append([float(d["personal"]) for d in csv.DictReader(file)])
     gains = [100 * (a - b) for a, b in zip(*accuracies, strict=True)]
     assert f"{sum(g > 0 for g in gains)} of 4 devices are better off and {sum(g < 0 for g in gains)} worse" in page
-    charts = told(page)["charts"]
+    charts = page_data(page)["charts"]
     assert [s["name"] for s in charts["accuracy-personal"]["series"]] == ["fedcpsl", "local"]
     assert charts["accuracy-personal"]["series"][0]["n"] == 2
     assert "uplink" in charts
 
 
 def test_a_run_of_a_comparison_finds_its_neighbour(comparison):
-    story = load_runs([comparison / "runs" / "fedcpsl-seed1"])
-    found = alone_for(story.runs[0], story.references)
+    run_set = load_runs([comparison / "runs" / "fedcpsl-seed1"])
+    found = alone_for(run_set.runs[0], run_set.references)
     assert found.folder.name == "local-seed1"
-    assert alone_for(tell(comparison / "runs" / "fedcpsl-seed0"), story.references) is not found
+    assert alone_for(load_run(comparison / "runs" / "fedcpsl-seed0"), run_set.references) is not found
 
 
 def test_gains_are_measured_against_as_much_work(comparison):
-    run, beside = (tell(comparison / "runs" / name) for name in ("fedcpsl-seed0", "local-seed0"))
+    run, beside = (load_run(comparison / "runs" / name) for name in ("fedcpsl-seed0", "local-seed0"))
 
-    def other(told, **work):
-        return told._replace(config=replace(told.config, work=replace(told.config.work, **work)))
+    def other(loaded, **work):
+        return loaded._replace(config=replace(loaded.config, work=replace(loaded.config.work, **work)))
 
     longer = other(beside, rounds=9)
     smaller = beside._replace(config=replace(beside.config, model=replace(beside.config.model, hidden=[2])))
@@ -193,7 +194,7 @@ def test_runs_side_by_side_on_one_page(run, comparison, desk, monkeypatch, capsy
     page = (desk / "report.html").read_text()
     assert fedcpsl("report", run, comparison) == 0  # its own page it may replace
     assert is_self_contained(page)
-    names = [s["name"] for s in told(page)["charts"]["accuracy-personal"]["series"]]
+    names = [s["name"] for s in page_data(page)["charts"]["accuracy-personal"]["series"]]
     assert names == ["fedcpsl, gaps=True", "fedcpsl, gaps=False", "local"]
     (desk / "thesis.html").write_text("mine")
     capsys.readouterr()
@@ -204,8 +205,8 @@ def test_runs_side_by_side_on_one_page(run, comparison, desk, monkeypatch, capsy
 
 def test_the_same_run_twice_is_not_two_seeds(run, desk):
     shutil.copytree(run, desk / "again")
-    story = load_runs([run, desk / "again"])
-    assert [(line.name, len(line.runs)) for line in story.lines] == [("fedcpsl (1)", 1), ("fedcpsl (2)", 1)]
+    run_set = load_runs([run, desk / "again"])
+    assert [(group.name, len(group.runs)) for group in run_set.groups] == [("fedcpsl (1)", 1), ("fedcpsl (2)", 1)]
 
 
 def test_sweeps_and_studies_have_the_same_page(sweep, study):
@@ -214,7 +215,7 @@ def test_sweeps_and_studies_have_the_same_page(sweep, study):
     assert 'class="picture sweep"' in page
     page = (study / "results" / "mine.html").read_text()
     assert "Personal accuracy, %, mean over devices and seeds." in page
-    assert [s["name"] for s in told(page)["charts"]["accuracy-personal"]["series"]] == ["FedCPSL", "alone"]
+    assert [s["name"] for s in page_data(page)["charts"]["accuracy-personal"]["series"]] == ["FedCPSL", "alone"]
     assert "over alone" in page
     assert fedcpsl("report", study) == 0
     assert is_self_contained((study / "report.html").read_text())
@@ -287,7 +288,7 @@ def test_samples_without_a_label_of_their_own_are_counted(desk, capsys):
     assert says in page
     assert "<caption>unlabelled, most 30</caption>" in page
     assert '--v:100%" title="device 0, class unknown: 30 unlabelled">30</td>' in page
-    assert sentence(RunSet([Line("a", [tell(desk / "few")._replace(devices=[])])], [], {}, 0)).endswith(says)
+    assert sentence(RunSet([SeedGroup("a", [load_run(desk / "few")._replace(devices=[])])], [], {}, 0)).endswith(says)
     capsys.readouterr()
     assert fedcpsl("data", *own, "--picture", desk / "few.svg") == 0
     said = capsys.readouterr().out
@@ -297,22 +298,22 @@ def test_samples_without_a_label_of_their_own_are_counted(desk, capsys):
 
 
 def test_what_was_gained_is_of_all_or_not_said(comparison):
-    story = load_runs([comparison])
-    (served, alone), references = story.lines, story.references
+    run_set = load_runs([comparison])
+    (served, alone), references = run_set.groups, run_set.references
     better = [d | {"personal": "1.0"} for d in served.runs[0].devices]
     worse = [d | {"personal": "0.25"} for d in served.runs[0].devices]
 
     def cards(its, others):
         runs = [run._replace(devices=its) for run in served.runs]
         against = [run._replace(devices=others) for run in references]
-        return _cards(story._replace(lines=[Line("fedcpsl", runs), alone], references=against))
+        return cards_section(run_set._replace(groups=[SeedGroup("fedcpsl", runs), alone], references=against))
 
     assert "most over training alone: fedcpsl" in cards(better, worse)
     said = cards(worse, better)  # 25 - 100
-    assert "75.00 <small>points</small></b><span>training alone is ahead by so much; closest: fedcpsl" in said
+    assert "75.00 <small>points</small></b><span>training alone is ahead by this much; closest: fedcpsl" in said
     assert "most over" not in said
-    half = story._replace(references=[run for run in references if run.seed == 0])
-    assert "training alone" not in _cards(half)
+    half = run_set._replace(references=[run for run in references if run.seed == 0])
+    assert "training alone" not in cards_section(half)
 
 
 def test_a_table_of_devices_that_lacks_a_column_is_named(run, desk, capsys):
@@ -347,12 +348,12 @@ def test_planned_runs_that_have_not_begun_are_waited_for(comparison, desk):
     shutil.copytree(comparison, desk / "half")
     for name in ("fedcpsl-seed1", "local-seed0", "local-seed1"):
         shutil.rmtree(desk / "half" / "runs" / name)
-    story = try_load_runs([desk / "half"])
-    assert (len(story.runs), story.waiting, state_of(story)) == (1, 3, "1 of 4 runs finished")
+    run_set = try_load_runs([desk / "half"])
+    assert (len(run_set.runs), run_set.waiting, state_of(run_set)) == (1, 3, "1 of 4 runs finished")
     assert fedcpsl("report", desk / "half") == 0
     page = (desk / "half" / "report.html").read_text()
     assert "Not finished: 1 of 4 runs finished." in page
-    assert told(page)["over"] is False
+    assert page_data(page)["over"] is False
 
 
 def test_a_comparison_that_came_to_nothing_has_a_page(comparison, sweep, desk):
@@ -415,8 +416,8 @@ def test_classes_that_are_left_out_are_counted(desk):
     data = with_settings(Config(), {"data.file": str(desk / "many.npz"), "data.labelled": 1.0}).data
     found = split_summary.summarise_split(load_federation(data, 0))
     assert (len(found.classes), found.all_classes) == (40, 45)
-    assert "The first 40 of 45 classes." in _map(found)
-    assert "classes." not in _map(found._replace(all_classes=0))  # from before
+    assert maps_of_split(found)["notes"] == ["The first 40 of 45 classes."]
+    assert maps_of_split(found._replace(all_classes=0))["notes"] == []  # from before
 
 
 def test_a_report_reads_data_once_and_downloads_nothing(run, desk, monkeypatch):
@@ -429,7 +430,7 @@ def test_a_report_reads_data_once_and_downloads_nothing(run, desk, monkeypatch):
         return load_federation(data, seed)
 
     monkeypatch.setattr(split_summary, "load_federation", load)
-    config = tell(desk / "bare").config
+    config = load_run(desk / "bare").config
     first = split_summary.read_split_summary(desk / "bare", config)
     assert split_summary.read_split_summary(desk / "bare", config) is first
     assert first == split_summary.read_split_summary(run, config)
@@ -439,7 +440,7 @@ def test_a_report_reads_data_once_and_downloads_nothing(run, desk, monkeypatch):
     for name in ("mnist", "cifar10"):
         (desk / name).mkdir()
         said = split_summary.read_split_summary(desk / name, replace(config, data=replace(config.data, dataset=name)))
-        assert said == f"{name} is not on this machine; download it with: fedcpsl data --dataset {name}"
+        assert said == f"{name} is not on this machine; fetch it with: fedcpsl data --dataset {name}"
     assert asked == ["digits"]
 
 
@@ -499,14 +500,14 @@ def test_long_runs_of_many_lines_stay_small(run, desk):
     names, full = [f"telephone number {i}" for i in range(60)], [[1000] * 40] * 60
     holdings = {"devices": 60, "names": names, "classes": [f"kind {i}" for i in range(40)], "unknown": [0] * 60}
     (desk / "huge" / "split.json").write_text(json.dumps(holdings | {"labelled": full, "unlabelled": full}))
-    one = tell(desk / "huge")
+    one = load_run(desk / "huge")
     many = [one.metrics[-1] | {"round": r} for r in range(1_200)]
-    story = load_runs([run])
-    lines = [Line(f"case {i}", [one._replace(metrics=many)]) for i in range(12)]
-    (chart, *_) = accuracy_charts(story._replace(lines=lines))
-    assert sum(len(s["x"]) for s in chart["series"]) <= MOST_POINTS
+    run_set = load_runs([run])
+    groups = [SeedGroup(f"case {i}", [one._replace(metrics=many)]) for i in range(12)]
+    (chart, *_) = accuracy_charts(run_set._replace(groups=groups))
+    assert sum(len(s["x"]) for s in chart["series"]) <= MAX_POINTS
     assert all(s["x"][0] == 0 and s["x"][-1] == 1_199 for s in chart["series"])
-    page = page_of(story._replace(lines=lines))
+    page = page_of(run_set._replace(groups=groups))
     assert is_self_contained(page)
     assert sorted({s["colour"] for s in chart["series"]}) == list(range(9))  # eight and grey
 
@@ -524,7 +525,8 @@ def test_numbers_as_people_write_them():
     assert r"a\_b & b \\" in to_latex(table)
     assert to_csv(table) == "a,b\nx|y,1200\n"
     times = [{"a": "x", "b": 7260.0}, {"a": "y", "b": {"mean": 180.0}}, {"a": "z", "b": None}]
-    rows = to_html(table._replace(records=times, columns=[table.columns[0], Column("b", "time", str)]))
+    timed = table._replace(records=times, columns=[table.columns[0], Column("b", "time", str)])
+    rows = render("data_table", table=timed)
     assert re.findall(r"<td([^>]*)>", rows) == [' data-v="7260"', ' data-v="180"', ""]  # what a click sorts by
 
 
@@ -541,7 +543,7 @@ def test_a_browser_draws_them_and_answers_the_mouse(run, comparison, sweep, stud
             assert browser.value("document.querySelector('.tip').hidden") is False
             said = browser.value("document.querySelector('.tip').innerText")
             assert re.match(r"round \d", said)
-            chart = next(iter(told(page.read_text())["charts"].values()))
+            chart = next(iter(page_data(page.read_text())["charts"].values()))
             assert f"{chart['series'][0]['y'][int(said.split()[1])]:.2f} %" in said
             wide = browser.value("document.documentElement.scrollWidth <= innerWidth")
             assert wide, "the page itself scrolls sideways"
@@ -556,15 +558,20 @@ def test_it_works_in_the_dark_on_a_phone_by_keyboard_and_without_scripts(run, co
         assert browser.value("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 26)"
         browser.open(page, width=390, height=800)
         assert browser.value("document.documentElement.scrollWidth <= innerWidth")
-        assert browser.value("document.querySelector('.plot svg').viewBox.baseVal.width") < 390  # drawn to fit
+        assert browser.value("document.querySelector('.plot svg').getBoundingClientRect().width") < 390  # fits
         browser.value("document.querySelector('.plot svg').focus()")
         for key in ("ArrowRight", "ArrowRight"):
             browser.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key)
         assert browser.value("document.querySelector('.tip strong').textContent") == "round 1"
+        bands = "[...document.querySelector('figure.chart').querySelectorAll('.band')].filter(b => b.checkVisibility())"
+        lines = "[...document.querySelectorAll('figure.chart .plot .line')].filter(b => b.checkVisibility())"
+        assert browser.value(f"{bands}.length") == 2
+        before = browser.value(f"{lines}.length")
         browser.press(*browser.middle("button.key"))
+        assert browser.value(f"{lines}.length") == before - 1
         assert browser.value("document.querySelector('button.key').getAttribute('aria-pressed')") == "false"
         browser.press(*browser.middle("button[data-band='']"))
-        assert browser.value("document.querySelector('figure.chart').querySelectorAll('.band').length") == 0
+        assert browser.value(f"{bands}.length") == 0
         browser.press(*browser.middle("table.devices thead th:last-child"))
         browser.press(*browser.middle("table.devices thead th:last-child"))
         gains = browser.value(

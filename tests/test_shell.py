@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from fedcpsl.algorithms import all_algorithms
-from fedcpsl.cli import completion, parser, run_command, shells, show
-from fedcpsl.cli.completion import described
+from fedcpsl.cli import completion, parser, report, run_command
+from fedcpsl.cli.completion import SCRIPTS, describe
 from fedcpsl.config import setting
 from fedcpsl.data.sources import DATASETS
 from fedcpsl.models import NAMES
@@ -59,7 +59,7 @@ def needs(shell):
 @pytest.fixture
 def folder(tmp_path):
     for shell in ("bash", "zsh", "fish"):
-        (tmp_path / f"fedcpsl.{shell}").write_text(getattr(shells, shell)(described(parser())))
+        (tmp_path / f"fedcpsl.{shell}").write_text(SCRIPTS[shell](describe(parser())))
     (tmp_path / "mine.toml").touch()
     (tmp_path / "runs-of-mine").mkdir()
     return tmp_path
@@ -98,7 +98,7 @@ def test_fish_completes_what_is_typed(folder):
 
 
 def test_every_option_is_completed_and_every_name_is_known():
-    top = described(parser())
+    top = describe(parser())
     every = [top, *top.commands, *(nested for command in top.commands for nested in command.commands)]
     of = {(c.path[-1], flag): o.value for c in every for o in c.options for flag in o.flags}
     assert set(of["run", "--algorithm"].names) == set(all_algorithms())
@@ -112,7 +112,7 @@ def test_every_option_is_completed_and_every_name_is_known():
         assert all(setting(*name.split(".")).metadata["test"](c) for c in setting(*name.split(".")).metadata["choices"]
                    if c not in ("true", "false"))  # fmt: skip
     for shell in ("bash", "zsh", "fish"):
-        script = getattr(shells, shell)(top)
+        script = SCRIPTS[shell](top)
         assert all(flag.lstrip("-") in script for _, flag in of)
 
 
@@ -230,7 +230,7 @@ def test_exit_codes(raised, code, said, monkeypatch, capsys):
         if raised:
             raise raised
 
-    monkeypatch.setattr(show, "print_results", do)
+    monkeypatch.setattr(report, "print_results", do)
     if said is None:  # closing it is how a reader that went away is not written to again
         monkeypatch.setattr(sys, "stderr", type("Gone", (), {"close": lambda _: None})())
     assert run_command(["show", "a"]) == code
@@ -252,7 +252,7 @@ def test_exit_codes_of_bad_input_and_of_help(capsys):
 
 def test_the_page_of_the_command_line_names_every_command_and_code():
     page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
-    commands = {command.path[-1] for command in described(parser()).commands}
+    commands = {command.path[-1] for command in describe(parser()).commands}
     assert set(re.findall(r"^\| `([\w-]+)[^|]*\|", page, re.M)) >= commands
     assert set(re.findall(r"^\| (\d+) \|", page, re.M)) == {"0", "1", "2", "130", "143"}
     source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))

@@ -157,7 +157,7 @@ def test_devices_on_their_own_have_no_global_model():
     X, y, device = samples()
     learner = quick(algorithm="local", rounds=20).fit(X, y, device=device)
     assert learner.score(X, y, device=device) > 0.6
-    with pytest.raises(ValueError, match="local has no global model: say whose model answers"):
+    with pytest.raises(ValueError, match="local has no global model: give the samples' devices"):
         learner.predict(X)
     assert quick(algorithm="local").fit(X, y).predict(X).shape == (90,)
 
@@ -172,7 +172,7 @@ def test_a_device_that_was_not_there():
     X, y, device = samples()
     learner = quick().fit(X, y, device=device)
     strange = np.where(np.arange(90) == 4, "cellr", device)
-    with pytest.raises(ValueError, match="device 'cellr' was not there at fit; did you mean 'cellar'"):
+    with pytest.raises(ValueError, match="device 'cellr' was not in fit; did you mean 'cellar'"):
         learner.predict(X, device=strange)
     answers = learner.set_params(unseen="global").predict_proba(X, device=strange)
     assert np.array_equal(answers[4], learner.predict_proba(X, device="global")[4])
@@ -181,7 +181,7 @@ def test_a_device_that_was_not_there():
 
 def test_a_device_that_never_trained_is_answered_by_the_global_model():
     X, y, device = samples()
-    with pytest.warns(UserWarning, match="2 of 3 devices never trained .*: the global model answers for them"):
+    with pytest.warns(UserWarning, match="2 of 3 devices never trained .*: the global model predicts for them"):
         learner = quick(rounds=1, active=1).fit(X, y, device=device)
     idle = np.isin(device, learner.devices_[learner.active_rounds_ == 0])
     personal, general = learner.predict_proba(X, device), learner.predict_proba(X, device="global")
@@ -311,8 +311,8 @@ def test_features_far_from_zero_are_standardised():
         ({"beta": [0.5, 0.5]}, "algorithm.beta has 2 values for 3 devices"),
         ({"algorithm": "fedcspl"}, "did you mean 'fedcpsl'"),
         ({"model": "mpl"}, "did you mean 'mlp'"),
-        ({"model": nn.Linear(4, 3)}, "model: is a network already made"),
-        ({"model": lambda *_: 3}, "model: gave a int where an nn.Module is needed"),
+        ({"model": nn.Linear(4, 3)}, "model: is a network; give a function"),
+        ({"model": lambda *_: 3}, "model: returned a int where an nn.Module is needed"),
         ({"settings": {"work.unitt": "hlu"}}, "work.unitt: no such setting; did you mean 'unit'"),
         ({"settings": {"data.labelled": 0.1}}, "settings has 'data.labelled': give settings of algorithm, work or run"),
         ({"unseen": "guess"}, 'unseen = \'guess\': give "error" or "global"'),
@@ -362,7 +362,7 @@ def test_a_search_without_routing_is_warned_of():
     """Scikit-learn passes device to fit alone then, and the global model would be scored silently."""
     X, y, device = samples()
     folds = list(StratifiedKFold(3).split(X, device))
-    with pytest.warns(UserWarning, match=r"the global model answers.*enable_metadata_routing=True"):
+    with pytest.warns(UserWarning, match=r"the global model predicts.*enable_metadata_routing=True"):
         GridSearchCV(quick(rounds=2), {"beta": [0.5]}, cv=folds).fit(X, y, device=device)
     learner = quick(rounds=2).fit(X, y, device=device)
     with pytest.warns(UserWarning, match="give device=") as raised:

@@ -167,6 +167,6 @@ def test_values_are_flat_and_finite():
 
 
 def test_names_agree_with_the_command_line():
-    from fedcpsl.cli.tracker import TRACKERS
+    from fedcpsl.cli.options import TRACKERS
 
     assert tuple(trackers.OPEN) == TRACKERS

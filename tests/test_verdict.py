@@ -3,7 +3,7 @@
 import pytest
 
 from fedcpsl.cli import run_command
-from fedcpsl.report.verdict import half_width, of_comparison, verdict, verdicts
+from fedcpsl.report.verdict import comparison_verdicts, half_width, verdict, verdicts
 from fedcpsl.runs.comparison import interval
 
 HEAD = "device,name,labelled,unlabelled,active_rounds,personal,global,localized\n"
@@ -19,8 +19,8 @@ def test_half_of_an_interval():
     [
         ([(0.9, 0.5), (0.8, 0.5), (0.85, 0.5)], "are better than B: +35.0 points over 3 devices"),
         ([(0.5, 0.9), (0.5, 0.8), (0.5, 0.85)], "are worse than B: -35.0 points over 3 devices"),
-        ([(0.9, 0.5), (0.5, 0.9), (0.6, 0.5)], "A and B cannot be told apart: +3.3 points over 3 devices"),
-        ([(0.9, 0.5)], "+40.0 points on one device; one device cannot tell more"),
+        ([(0.9, 0.5), (0.5, 0.9), (0.6, 0.5)], "A and B are not significantly different: +3.3 points over 3 devices"),
+        ([(0.9, 0.5)], "+40.0 points on one device; one device is not enough for an interval"),
     ],
 )
 def test_which_is_better(pairs, words):
@@ -93,18 +93,18 @@ def test_of_a_comparison(tmp_path):
     weak = case(tmp_path, "weak", [[0.5, 0.5], [0.5, 0.5], [0.5, 0.5]], general=0.5)
     strong = case(tmp_path, "strong", [[0.99, 0.99], [0.9, 0.9], [0.93, 0.93]], general=0.5)
     alone = case(tmp_path, "alone", [[0.9, 0.8], [0.95, 0.7], [0.9, 0.75]])
-    said = of_comparison(compared("compare", ours, weak, strong, alone))
+    said = comparison_verdicts(compared("compare", ours, weak, strong, alone))
     assert said == [
         "ours is better than weak (+35.0 points, 95 % interval +22.6 to +47.4)",
-        "ours cannot be told from alone (+1.7 points, 95 % interval -7.8 to +11.2)",
+        "ours is not significantly different from alone (+1.7 points, 95 % interval -7.8 to +11.2)",
         "ours is worse than strong (-9.0 points, 95 % interval -11.5 to -6.5)",
         "use strong on data like this",
         "the personal models of ours are better than its global one: +35.0 points over 3 seeds (95 % interval +22.6 to "
         "+47.4), better on 6 of 6 devices, worse on 0",
-        "the personal models of ours and devices trained alone (alone) cannot be told apart: +1.7 points over 3 seeds "
-        "(95 % interval -7.8 to +11.2), better on 2 of 6 devices, worse on 1",
+        "the personal models of ours and devices trained alone (alone) are not significantly different: +1.7 points "
+        "over 3 seeds (95 % interval -7.8 to +11.2), better on 2 of 6 devices, worse on 1",
     ]
-    assert "whether a federation pays is not known" in of_comparison(compared("compare", ours, weak))[-1]
+    assert "whether a federation pays is not known" in comparison_verdicts(compared("compare", ours, weak))[-1]
 
 
 def test_of_a_sweep(tmp_path):
@@ -112,12 +112,13 @@ def test_of_a_sweep(tmp_path):
     low = case(tmp_path, "a", [[0.9, 0.9], [0.9, 0.9]], general=0.9, validation=[0.7, 0.72])
     high = case(tmp_path, "b", [[0.8, 0.8], [0.8, 0.82]], general=0.9, validation=[0.8, 0.82])
     near = case(tmp_path, "c", [[0.8, 0.8], [0.8, 0.8]], general=0.9, validation=[0.79, 0.8])
-    best, worse = of_comparison(compared("sweep", low, high, near))
+    best, worse = comparison_verdicts(compared("sweep", low, high, near))
     assert best == (
-        "the best of 3 by validation samples: b, 81.00 % (80.50 % on the tests); these cannot be told from it: c"
+        "the best of 3 by validation samples: b, 81.00 % (80.50 % on the tests); these are not significantly "
+        "different: c"
     )
     assert "the personal models of b are worse than its global one: -9.5 points over 2 seeds" in worse
     levels = {"x": 0.9, "y": 0.8}
     by_tests = [case(tmp_path, name, [[a, a], [a + 0.01, a]], general=a) for name, a in levels.items()]
-    only, *_ = of_comparison(compared("sweep", *by_tests))
-    assert only == "the best of 2 by the test sets: x, 90.25 %; it is ahead of every other by more than chance"
+    only, *_ = comparison_verdicts(compared("sweep", *by_tests))
+    assert only == "the best of 2 by the test sets: x, 90.25 %; it is significantly better than every other"

@@ -12,7 +12,7 @@ import urllib.request
 import pytest
 
 from fedcpsl.cli import run_command
-from fedcpsl.report.live import teller, version_of
+from fedcpsl.report.live import page_loader, version_of
 
 from .browser import CHROMIUM, MISSING, Browser
 from .command import PATIENCE_S, QUICK, spawn
@@ -135,15 +135,15 @@ def test_the_page_follows_a_run_without_being_loaded_again(run, tmp_path, watchi
 
 def test_a_run_that_failed_is_not_waited_for(run, tmp_path):
     begun(run, tmp_path / "a", 0)
-    tell = teller([tmp_path / "a"])
-    assert tell().title == "waiting for the first round"
+    load = page_loader([tmp_path / "a"])
+    assert load().title == "waiting for the first round"
     (tmp_path / "a" / "failed.txt").write_text("round 1: not finite\n")
-    news = tell()
-    assert news.title == news.told["state"] == "the run failed"
-    assert news.told["over"] is True
-    assert "round 1: not finite" in news.parts["head"]
-    assert "Not finished" not in news.parts["head"]
-    assert "nothing to show: the run failed" in news.parts["cards"]
+    page = load()
+    assert page.title == page.data["state"] == "the run failed"
+    assert page.data["over"] is True
+    assert "round 1: not finite" in page.sections["head"]
+    assert "Not finished" not in page.sections["head"]
+    assert "nothing to show: the run failed" in page.sections["cards"]
 
 
 def test_devices_trained_alone_meanwhile_reach_the_page(run, tmp_path):

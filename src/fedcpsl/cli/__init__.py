@@ -1,4 +1,4 @@
-"""The command line. Heavy imports happen inside the commands, so that help answers at once."""
+"""The command line. Heavy imports happen inside the commands, so that --help answers at once."""
 
 import argparse
 import errno
@@ -7,26 +7,16 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from fedcpsl import __version__
-from fedcpsl.cli import (
-    adapt,
-    compare,
-    completion,
-    data,
-    doctor,
-    export,
-    federation,
-    join,
-    keys,
-    paper,
-    predict,
-    report,
-    run,
-    serve,
-    show,
-    sweep,
-    verify,
-    watch,
-)
+from fedcpsl.cli.compare import add_compare, add_sweep
+from fedcpsl.cli.completion import add_completion
+from fedcpsl.cli.data import add_data
+from fedcpsl.cli.doctor import add_doctor
+from fedcpsl.cli.export import add_adapt, add_export, add_predict
+from fedcpsl.cli.federation import add_federation, add_join, add_keys, add_serve
+from fedcpsl.cli.paper import add_paper
+from fedcpsl.cli.report import add_report, add_show, add_watch
+from fedcpsl.cli.run import add_run
+from fedcpsl.cli.verify import add_verify
 from fedcpsl.errors import InputError, RunError, did_you_mean, printable
 from fedcpsl.torchrun import place
 
@@ -39,42 +29,42 @@ examples:
   fedcpsl run --set work.unit=hlu --loss-rate .2   devices of unequal speed, uploads that get lost
   fedcpsl run --dry-run                         what would be run: config, split, steps
   fedcpsl run --resume runs/20260101-120000-fedcpsl-digits
-  fedcpsl data --partition dirichlet            who would hold what
+  fedcpsl data --partition dirichlet            how samples would be split among devices
   fedcpsl compare --algorithms fedcpsl,apfl,local --seeds 5
   fedcpsl sweep --grid alpha_p=.01,.03,.1 --grid beta=.5,.75
   fedcpsl paper table --dataset mnist           the paper's table, every cell over 5 seeds
   fedcpsl show runs/*                           past runs
   fedcpsl doctor --dataset mnist                what is missing here, and what that run would take
   fedcpsl export runs/mine --device 7           a device's personal model as an ONNX file
-  fedcpsl predict runs/mine --device 7 new.csv  what it says of new samples
+  fedcpsl predict runs/mine --device 7 new.csv  its predictions for new samples
   fedcpsl keys keys --server fl.example.org --devices phone-1 phone-2
 """
 
-LONGEST = 4000  # characters of an error
+MAX_ERROR_LENGTH = 4000  # characters
 RENAMED = {"--device": "what to compute on is given with --processor (cpu, cuda, mps), how many devices with --devices"}
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors in one line, exit code 2, with the nearest flag."""
+    """A parser whose errors are one line with the nearest option, and exit code 2."""
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ").split()
         if len(unknown) and message.startswith("unrecognized") and unknown[0].startswith("-"):
             flag = unknown[0].partition("=")[0]
-            known = [each for each in _flags(self) if each != flag]  # another command's flag of that name
+            known = [other for other in _flags(self) if other != flag]  # other commands may have it
             message = f"{unknown[0]}: no such option; {RENAMED.get(flag) or did_you_mean(flag, known)}"
         raise InputError(message)
 
 
 def _flags(parser: argparse.ArgumentParser) -> list[str]:
-    """Every option of a parser and of its commands."""
+    """All options of a parser and of its subcommands."""
     commands = [a.choices.values() for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     own = [flag for action in parser._actions for flag in action.option_strings]
     return own + [flag for parsers in commands for command in parsers for flag in _flags(command)]
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Run a command; of several ranks that torchrun started, rank 0 does and the others help it."""
+    """Run a command and return its exit code; under torchrun, rank 0 runs it and the other ranks are its workers."""
     rank, size = place()
     if size == 1:
         return _run_command(arguments)
@@ -89,15 +79,15 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def _run_command(arguments: Sequence[str]) -> int:
-    """Parse, run, and turn errors into one line and an exit code: 2 for bad input, 1 for a run that failed."""
+    """Parse and run; errors become one line and an exit code: 2 for bad input, 1 for a failed run."""
     try:
         parsed = parser().parse_args(arguments)
         return int(parsed.command(parsed))
     except InputError as error:
-        print(f"fedcpsl: {printable(error, LONGEST)}", file=sys.stderr)
+        print(f"fedcpsl: {printable(error, MAX_ERROR_LENGTH)}", file=sys.stderr)
         return 2
     except RunError as error:
-        print(f"fedcpsl: {printable(error, LONGEST)}", file=sys.stderr)
+        print(f"fedcpsl: {printable(error, MAX_ERROR_LENGTH)}", file=sys.stderr)
         return 1
     except MemoryError:
         print("fedcpsl: not enough memory for this; use smaller batches, fewer devices or less data", file=sys.stderr)
@@ -117,12 +107,12 @@ def _run_command(arguments: Sequence[str]) -> int:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        print("fedcpsl: no space is left where this writes to; free some, or write elsewhere", file=sys.stderr)
+        print("fedcpsl: no space left on the disk that this writes to; free some, or write elsewhere", file=sys.stderr)
         return 1
 
 
 def parser() -> Parser:
-    """The commands and their options."""
+    """Return the parser of all commands and their options."""
     top = Parser(
         prog="fedcpsl",
         description="Personalized semi-supervised federated learning: a personal model on every device, from few "
@@ -133,25 +123,25 @@ def parser() -> Parser:
     )
     top.add_argument("--version", action="version", version=f"fedcpsl {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
-    for command in (
-        run,
-        data,
-        compare,
-        sweep,
-        paper,
-        show,
-        report,
-        watch,
-        doctor,
-        verify,
-        keys,
-        serve,
-        join,
-        export,
-        predict,
-        adapt,
-        federation,
-        completion,
+    for add in (
+        add_run,
+        add_data,
+        add_compare,
+        add_sweep,
+        add_paper,
+        add_show,
+        add_report,
+        add_watch,
+        add_doctor,
+        add_verify,
+        add_keys,
+        add_serve,
+        add_join,
+        add_export,
+        add_predict,
+        add_adapt,
+        add_federation,
+        add_completion,
     ):
-        command.add(commands)
+        add(commands)
     return top

@@ -1,4 +1,4 @@
-"""fedcpsl data: who would hold what."""
+"""fedcpsl data: how samples are split among devices."""
 
 import argparse
 from pathlib import Path
@@ -8,10 +8,10 @@ from fedcpsl.cli.options import add_settings, config_of
 from fedcpsl.errors import InputError
 
 
-def add(commands: Any) -> None:
+def add_data(commands: Any) -> None:
     data = commands.add_parser(
         "data",
-        help="show who holds what: devices by classes",
+        help="show the split: devices by classes",
         description="Show a split as a table and a picture, and save it to use again with --set data.split=FILE.",
         allow_abbrev=False,
     )
@@ -33,8 +33,7 @@ def _data(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
     from fedcpsl.data.sources import assign_devices, load_federation, load_source, resolve_auto, split_bytes
-    from fedcpsl.report.split import class_picture, in_memory, split_table
-    from fedcpsl.report.terminal_width import print_table
+    from fedcpsl.report.terminal import class_map, print_table, shown_devices, split_table
     from fedcpsl.storage import write_whole
 
     resolved, seed = resolve_auto(config.data), config.run.seed
@@ -43,14 +42,14 @@ def _data(parsed: argparse.Namespace) -> int:
     source = None if resolved.dataset == "synthetic" else load_source(resolved)
     console = Console()
     whole = load_federation(resolved, seed, source)
-    federation = in_memory(whole, console)
+    federation = shown_devices(whole, console)
     print_table(split_table(federation), console)
-    print_table(class_picture(federation), console)
+    print_table(class_map(federation), console)
     print(f"inputs of shape {list(whole.shape)}{_channels(whole.shape)}")
     print(f"split sha256 {whole.digest}")
     if parsed.save and source:
         if resolved.split:
-            raise InputError("--save: this split is saved already, as data.split says")
+            raise InputError("--save: this split is saved already, in the file of data.split")
         write_whole(parsed.save, split_bytes(assign_devices(source, resolved, seed), federation))
         print(f"saved    {parsed.save}; use it again with --set data.split={parsed.save}")
     if parsed.picture:
@@ -62,7 +61,7 @@ def _data(parsed: argparse.Namespace) -> int:
 
 
 def _channels(shape: tuple[int, ...]) -> str:
-    """What a model takes the numbers of an input for."""
+    """Describe the axes of an input as models interpret them."""
     if len(shape) == 2:
         return f": {shape[0]} channels of {shape[1]} times"
     if len(shape) == 3:

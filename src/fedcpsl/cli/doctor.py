@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from fedcpsl.runs.estimate import Estimate, Range
     from fedcpsl.runs.experiment import Experiment
 
-BUSY = 0.5  # tasks per core from which on timings are off
+BUSY = 0.5  # load per core above which timings are unreliable
 
 
-def add(commands: Any) -> None:
+def add_doctor(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="what this machine has, what is missing, what a run would take",
-        description="Say what this machine has and lacks, with the command that mends it. With a config or settings, "
-        "also build that run, try a few of its rounds, and estimate its memory and time; exit 1 where it would not "
-        "fit, or its data set is not here. Nothing is downloaded or written.",
+        description="Print what this machine has and lacks, with the command that installs it. With a config or "
+        "settings, also build that run, try a few of its rounds, and estimate its memory and time; exit code 1 if it "
+        "would not fit, or its data set is not on this machine. Nothing is downloaded or written.",
         allow_abbrev=False,
     )
     add_settings(doctor)
@@ -47,14 +47,16 @@ def _doctor(parsed: argparse.Namespace) -> int:
         "datasets": [part._asdict() for part in datasets],
         "missing": [part._asdict() for part in missing],
     }
-    absent, tried = (None, None) if config is None else _tried(config, datasets)  # what is wrong is said alone
+    absent, estimated = (
+        (None, None) if config is None else _estimate(config, datasets)
+    )  # its errors come before any output
     if not parsed.json:
-        _say_machine(machine)
-        _say("can do", able.items())
-        _say("data sets", ((part.name, part.found or part.purpose) for part in datasets))
-        _say("extras", ((part.name, part.found or f"not installed: {part.purpose}") for part in extras))
-        _say("programs", ((part.name, part.found or f"not found: {part.purpose}") for part in programs))
-        _say_missing(missing)
+        _print_machine(machine)
+        _print_facts("can do", able.items())
+        _print_facts("data sets", ((part.name, part.found or part.purpose) for part in datasets))
+        _print_facts("extras", ((part.name, part.found or f"not installed: {part.purpose}") for part in extras))
+        _print_facts("programs", ((part.name, part.found or f"not found: {part.purpose}") for part in programs))
+        _print_missing(missing)
     if config is None:
         return _end(content, parsed.json, 0)
     if absent:
@@ -62,16 +64,18 @@ def _doctor(parsed: argparse.Namespace) -> int:
             why = f"  {absent.name} is missing ({absent.purpose}), so there is no estimate; get it with:"
             print("this run", why, f"    {absent.mend}", sep="\n")
         return _end(content | {"estimate": None}, parsed.json, 1)
-    assert tried
-    experiment, found = tried
+    assert estimated
+    experiment, found = estimated
     content["estimate"] = _plain(experiment, found)
     if not parsed.json:
-        _say_estimate(experiment, found, machine)
+        _print_estimate(experiment, found, machine)
     return _end(content, parsed.json, 1 if found.lacks else 0)
 
 
-def _tried(config: "Config", datasets: Iterable["Part"]) -> tuple["Part | None", "tuple[Experiment, Estimate] | None"]:
-    """The run's data set where it is not here, for nothing is downloaded; else the run and what it takes."""
+def _estimate(
+    config: "Config", datasets: Iterable["Part"]
+) -> tuple["Part | None", "tuple[Experiment, Estimate] | None"]:
+    """Return the run's data set if it is missing (nothing is downloaded), else the run and its estimate."""
     from fedcpsl.data.sources import resolve_auto
     from fedcpsl.runs.estimate import estimate
 
@@ -89,7 +93,7 @@ def _end(content: Mapping[str, Any], as_json: bool, code: int) -> int:
 
 
 def _plain(experiment: "Experiment", found: "Estimate") -> dict[str, Any]:
-    """The estimate as an object, with what was decided for the run."""
+    """Return the estimate as a dictionary, with the executor, slots and processes of the run."""
     ranges = ("seconds", "host_bytes", "accelerator_bytes")
     plain = found._asdict() | {key: value._asdict() for key in ranges if (value := getattr(found, key))}
     setup = experiment.setup
@@ -97,13 +101,13 @@ def _plain(experiment: "Experiment", found: "Estimate") -> dict[str, Any]:
     return {"device": str(setup.device_data.where), "store": setup.store, **layout, **plain}
 
 
-def _say(title: str, facts: Iterable[tuple[str, Any]]) -> None:
+def _print_facts(title: str, facts: Iterable[tuple[str, Any]]) -> None:
     facts = list(facts)
     wide = max((len(name) for name, _ in facts), default=0)
     print(title, *(f"  {name.ljust(wide)}  {fact}" for name, fact in facts), "", sep="\n")
 
 
-def _say_machine(machine: Mapping[str, Any]) -> None:
+def _print_machine(machine: Mapping[str, Any]) -> None:
     from fedcpsl.report.tables import size
 
     accelerators = [
@@ -112,7 +116,7 @@ def _say_machine(machine: Mapping[str, Any]) -> None:
     ]
     total = machine["memory_bytes"]
     load = "" if machine["load"] is None else f", load {machine['load']:.1f}"
-    _say(
+    _print_facts(
         "machine",
         [
             ("processor", f"{machine['processor']}, {machine['usable_cores']} of {machine['cores']} cores{load}"),
@@ -124,13 +128,13 @@ def _say_machine(machine: Mapping[str, Any]) -> None:
     )
 
 
-def _say_missing(missing: Iterable["Part"]) -> None:
-    """Every command on a line of its own, to be copied."""
+def _print_missing(missing: Iterable["Part"]) -> None:
+    """Print each missing part and, on a line of its own, the command that installs it."""
     lines = [line for part in missing for line in (f"  {part.name}: {part.purpose}", f"    {part.mend}")]
     print("missing, if you want it", *(lines or ["  nothing"]), "", sep="\n")
 
 
-def _say_estimate(experiment: "Experiment", found: "Estimate", machine: Mapping[str, Any]) -> None:
+def _print_estimate(experiment: "Experiment", found: "Estimate", machine: Mapping[str, Any]) -> None:
     from fedcpsl.report.tables import size
 
     config, setup = experiment.config, experiment.setup
@@ -152,7 +156,7 @@ def _say_estimate(experiment: "Experiment", found: "Estimate", machine: Mapping[
         *([("on the GPU", _bytes_between(beside))] if beside else []),
         ("folder", f"up to {size(found.folder_bytes)}"),
     ]
-    _say("this run", facts)
+    _print_facts("this run", facts)
     if machine["load"] is not None and machine["load"] > BUSY * machine["usable_cores"]:
         print("the machine is busy now: the run takes less time once it is not, and timings are rough\n")
     print("it does not fit:" if found.lacks else "it fits", *(f"  {each}" for each in found.lacks), sep="\n")
@@ -169,7 +173,7 @@ def _bytes_between(count: "Range") -> str:
 
 
 def _duration(seconds: float) -> str:
-    """A time in the unit that people would use."""
+    """Return a time in the unit that suits its length."""
     for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.3g} {unit}"

@@ -1,20 +1,28 @@
-"""Options that stand for settings, the same for every command that runs something."""
+"""Options that commands share: settings, --tracker, and what algorithm files declare.
+
+The files of algorithms are parsed as text, because `--help` and completion must not wait for PyTorch.
+"""
 
 import argparse
+import ast
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
-from fedcpsl.cli.declared import declared_settings
+import fedcpsl
 from fedcpsl.config import AUTO, FLAGS, Config, Data, parse_value, read_config, setting, with_settings
 from fedcpsl.errors import InputError
 
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+PACKAGE = Path(fedcpsl.__file__).parent
+
 
 def add_settings(command: argparse.ArgumentParser, leave_out: Iterable[str] = (), *, config: bool = True) -> None:
-    """CONFIG.toml (unless the command has files of its own), a flag for each main setting, and --set for the rest."""
+    """Add CONFIG.toml (unless the command has files of its own), an option per main setting, and --set for the rest."""
     if config:
         command.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml", help="settings; flags override it")
     for flag, name in FLAGS.items():
@@ -37,12 +45,13 @@ def add_settings(command: argparse.ArgumentParser, leave_out: Iterable[str] = ()
 
 
 def given_settings(parsed: argparse.Namespace) -> Sequence[Any]:
-    """The settings that were given on the command line, whichever way."""
+    """Return the settings that were given on the command line, as options, --set or CONFIG.toml."""
     given = [parsed.config, *parsed.set, *(getattr(parsed, name, None) for name in FLAGS.values())]
     return [value for value in given if value is not None]
 
 
 def settings_help() -> str:
+    """Return the list of all settings for `run --help`."""
     lines = ["settings for CONFIG.toml and --set (those above are flags too):"]
     for section in fields(Config):
         lines += ["", f"  [{section.name}]  {type(getattr(Config(), section.name)).__doc__}"]
@@ -56,7 +65,7 @@ def settings_help() -> str:
 
 
 def typed(name: str, text: str) -> Any:
-    """A value from the command line, read as what the setting accepts."""
+    """Parse a value from the command line as the type that the setting accepts."""
     section, _, key = name.partition(".")
     accepts = setting(section, key).metadata["test"]
     value = parse_value(text)
@@ -64,17 +73,17 @@ def typed(name: str, text: str) -> Any:
 
 
 def config_of(parsed: argparse.Namespace, more: Mapping[str, Any] = MappingProxyType({})) -> Config:
-    """The config that a command's options describe; `more` are settings that options of its own stand for."""
+    """Return the config that a command's options describe; `more` are settings from the command's own options."""
     if parsed.config and os.path.isdir(parsed.config):
-        raise InputError(_meant(parsed.config, resumes="resume" in parsed))
+        raise InputError(_folder_hint(parsed.config, resumes="resume" in parsed))
     values, chosen = read_config(parsed.config) if parsed.config else {}, chosen_settings(parsed)
     config = with_settings(Config(), values | chosen | dict(more))
     _refuse_ignored(config.data, chosen)
     return config
 
 
-def _meant(folder: Path, *, resumes: bool) -> str:
-    """What to give where a folder stands for a config file."""
+def _folder_hint(folder: Path, *, resumes: bool) -> str:
+    """Return the error for a folder that was given in place of a config file."""
     inside = folder / "config.toml"
     if not inside.is_file():
         return f"{folder}: is a folder; give a config file"
@@ -82,7 +91,7 @@ def _meant(folder: Path, *, resumes: bool) -> str:
 
 
 def _refuse_ignored(data: Data, chosen: Mapping[str, Any]) -> None:
-    """Settings that were given by hand (not by a config, which says all) and that others leave without meaning."""
+    """Raise InputError for settings on the command line that others make ineffective (a config file may have both)."""
     dataset = chosen.get("data.dataset", "own")
     if data.file and dataset != "own":
         raise InputError(f"--dataset {dataset}: the samples are those of --data {data.file}; leave one of the two out")
@@ -90,19 +99,19 @@ def _refuse_ignored(data: Data, chosen: Mapping[str, Any]) -> None:
     if own and "data.devices" in chosen:
         raise InputError(
             f"--devices {data.devices}: the devices are those of --device-column {data.device_column}; leave one of "
-            "the two out, or share rows out anew with --partition iid"
+            "the two out, or assign the rows to other devices with --partition iid"
         )
 
 
-def taken_out(parsed: argparse.Namespace, wanted: Callable[[str], bool]) -> dict[str, Any]:
-    """Some of the settings that --set gives, which then are no longer among those of `config_of`."""
+def remove_settings(parsed: argparse.Namespace, wanted: Callable[[str], bool]) -> dict[str, Any]:
+    """Remove some of the settings of --set from the arguments and return them; `config_of` then ignores them."""
     values = chosen_settings(parsed)
     parsed.set = [given for given in parsed.set if not wanted(given.partition("=")[0].strip())]
     return {name: value for name, value in values.items() if wanted(name)}
 
 
 def chosen_settings(parsed: argparse.Namespace) -> dict[str, Any]:
-    """The settings that flags and --set give."""
+    """Return the settings given by options and --set."""
     values: dict[str, Any] = {}
     for assignment in parsed.set:
         name, equals, text = assignment.partition("=")
@@ -111,3 +120,78 @@ def chosen_settings(parsed: argparse.Namespace) -> dict[str, Any]:
         values[name.strip()] = typed(name.strip(), text.strip())
     flagged = {name: getattr(parsed, name, None) for name in FLAGS.values()}
     return values | {name: typed(name, text) for name, text in flagged.items() if text is not None}
+
+
+def add_tracker(command: argparse.ArgumentParser) -> None:
+    """Add --tracker."""
+    command.add_argument(
+        "--tracker", choices=TRACKERS, metavar="NAME", help=f"send metrics there too: {', '.join(TRACKERS)}"
+    )
+
+
+def chosen_tracker(parsed: argparse.Namespace) -> str | None:
+    """Return the requested tracker; raise InputError if it is not installed."""
+    name: str | None = parsed.tracker
+    if name:
+        from fedcpsl.runs.trackers import require
+
+        require(name)
+    return name
+
+
+def print_tracked(where: Sequence[str]) -> None:
+    """Print to stderr how to view the tracked runs."""
+    shown = list(dict.fromkeys(where))
+    for text in shown[:3]:
+        print(f"tracker  {text}", file=sys.stderr)
+    if len(shown) > 3:
+        print(f"tracker  and {len(shown) - 3} more", file=sys.stderr)
+
+
+class DeclaredSetting(NamedTuple):
+    """A setting of an algorithm outside FedCPSL's family."""
+
+    name: str
+    default: Any
+    help: str
+
+
+def literals(file: str, name: str) -> tuple[str, ...]:
+    """Return the strings in a constant of a module: a sequence, or the keys of a dictionary."""
+    for node in ast.parse((PACKAGE / file).read_text(encoding="utf-8")).body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            items = node.value.keys if isinstance(node.value, ast.Dict) else getattr(node.value, "elts", [])
+            return tuple(str(item.value) for item in items if isinstance(item, ast.Constant))
+    return ()
+
+
+def algorithm_names() -> tuple[str, ...]:
+    """Return the names of the algorithms in algorithms/."""
+    return tuple(name for file in _files() for name in literals(file, "VARIANTS"))
+
+
+def declared_settings() -> dict[tuple[str, ...], list[DeclaredSetting]]:
+    """Return the algorithms' own settings, by the names of the algorithms that have them."""
+    found = {literals(file, "VARIANTS"): _settings(file) for file in _files()}
+    return {names: settings for names, settings in found.items() if settings}
+
+
+def _files() -> list[str]:
+    return [f"algorithms/{path.name}" for path in sorted(PACKAGE.glob("algorithms/*.py"))]
+
+
+def _settings(file: str) -> list[DeclaredSetting]:
+    """Return the fields of a class `Settings`, each declared by a call with its default and its help."""
+    for node in ast.parse((PACKAGE / file).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name == "Settings":
+            declared = [field for field in node.body if isinstance(field, ast.AnnAssign)]
+            return [_declared(field.target.id, field.value) for field in declared]  # type: ignore[union-attr, arg-type]
+    return []
+
+
+def _declared(name: str, value: ast.Call) -> DeclaredSetting:
+    default, help = (argument.value if isinstance(argument, ast.Constant) else "auto" for argument in value.args[:2])
+    return DeclaredSetting(name, default, str(help))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedcpsl.cli.compare import say_failed
+from fedcpsl.cli.compare import report_failed
 from fedcpsl.cli.options import add_settings, chosen_settings
 from fedcpsl.errors import InputError
 
@@ -17,14 +17,14 @@ PAPER = "table, beta, momentum, shvr, apfl, hlu, or all of these"
 OTHERS = "tune; labels, ablation, parts, classes, dirichlet, shards, gap; har, har-tune"
 
 
-def add(commands: Any) -> None:
+def add_paper(commands: Any) -> None:
     paper = commands.add_parser(
         "paper",
         help="the paper's table and figures, over seeds",
         description="Run a study and write its tables, pictures and a page: the paper's table and figures, and the "
-        "questions that a reviewer asks. Studies share their runs; the same command again goes on where it stopped, "
-        "and only writes results where all runs are there.",
-        epilog="A study is a TOML file with panels and rows; experiments/ has them all, and a file of yours will do.",
+        "questions that a reviewer asks. Studies share their runs; the same command again resumes where it stopped, "
+        "and only writes results if all runs are finished.",
+        epilog="A study is a TOML file with panels and rows; experiments/ has all of them; your own file works too.",
         allow_abbrev=False,
     )
     paper.add_argument(
@@ -46,15 +46,15 @@ def _paper(parsed: argparse.Namespace) -> int:
     settings = chosen_settings(parsed)
     dataset = settings.pop("data.dataset", None)
     if "run.seed" in settings:
-        raise InputError("--seed: a study says where its seeds begin; give --seeds N")
+        raise InputError("--seed: the first seed is set by the study; give --seeds N")
     names = list(dict.fromkeys(n for given in parsed.studies for n in (paper_studies() if given == "all" else [given])))
     studies = [with_more(find_study(name), settings) for name in names]
-    for of in [dataset] if dataset else list(dict.fromkeys(d for study in studies for d in study.datasets)):
-        asked = [study for study in studies if of in (study.bases if dataset else study.datasets)]
-        if not asked:
-            raise InputError(f"--dataset {of}: no study of these has it; they have {', '.join(studies[0].bases)}")
-        for group in together(asked, of):
-            code = _run(parsed, group, of)
+    for name in [dataset] if dataset else list(dict.fromkeys(d for study in studies for d in study.datasets)):
+        selected = [study for study in studies if name in (study.bases if dataset else study.datasets)]
+        if not selected:
+            raise InputError(f"--dataset {name}: none of these studies has it; they have {', '.join(studies[0].bases)}")
+        for group in together(selected, name):
+            code = _run(parsed, group, name)
             if code:
                 return code
     return 0
@@ -63,9 +63,8 @@ def _paper(parsed: argparse.Namespace) -> int:
 def _run(parsed: argparse.Namespace, studies: Sequence["Study"], dataset: str) -> int:
     from rich.console import Console
 
-    from fedcpsl.report.comparison import comparison_progress
-    from fedcpsl.report.study import print_study, write_study
-    from fedcpsl.report.study_tables import cells_of
+    from fedcpsl.report.study import cells_of, print_study, write_study
+    from fedcpsl.report.terminal import comparison_progress
     from fedcpsl.runs.comparison import run_folder
     from fedcpsl.runs.folder import is_finished
     from fedcpsl.runs.study import check_base, plan_of, run_plan
@@ -91,4 +90,4 @@ def _run(parsed: argparse.Namespace, studies: Sequence["Study"], dataset: str) -
         page = write_study(folder, study, dataset, plan.seeds)
         print_study(study, dataset, cells_of(folder, study, dataset, plan.seeds))
         print(f"results  {page.parent}\nreport   {page.resolve().as_uri()}")
-    return say_failed(runs)
+    return report_failed(runs)

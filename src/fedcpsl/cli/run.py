@@ -7,14 +7,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedcpsl.cli.options import add_settings, config_of, given_settings, settings_help
-from fedcpsl.cli.show import print_results
-from fedcpsl.cli.tracker import add_tracker, chosen_tracker, say_where
+from fedcpsl.cli.options import (
+    add_settings,
+    add_tracker,
+    chosen_tracker,
+    config_of,
+    given_settings,
+    print_tracked,
+    settings_help,
+)
+from fedcpsl.cli.report import print_results
 from fedcpsl.errors import InputError, LostRankError, RunError
 from fedcpsl.torchrun import place, way_on
 
 
-def add(commands: Any) -> None:
+def add_run(commands: Any) -> None:
     run = commands.add_parser(
         "run",
         help="simulate a federation of devices",
@@ -27,13 +34,14 @@ def add(commands: Any) -> None:
     add_settings(run)
     run.add_argument("--gaps", action="store_true", help="log the optimality gaps of the theory too (run.gaps = true)")
     run.add_argument("--out", type=Path, metavar="FOLDER", help="where to write [runs/<time>-<algorithm>-<dataset>]")
-    run.add_argument("--resume", type=Path, metavar="FOLDER", help="go on with an interrupted run, bit for bit")
+    run.add_argument("--resume", type=Path, metavar="FOLDER", help="resume an interrupted run, bit for bit")
     add_tracker(run)
     run.add_argument("--dry-run", action="store_true", help="print the resolved config, the split and the steps")
     run.set_defaults(command=_run)
 
 
 def refuse_existing(folder: Path | None) -> None:
+    """Raise InputError if the folder exists."""
     try:
         exists = bool(folder and folder.exists())
     except OSError as error:
@@ -43,8 +51,8 @@ def refuse_existing(folder: Path | None) -> None:
 
 
 @contextmanager
-def says_how_to_go_on(command: str, folder: Path) -> Iterator[None]:
-    """Where another rank is gone, what was done until then is not."""
+def resume_hint_on_lost_rank(command: str, folder: Path) -> Iterator[None]:
+    """Add the command that resumes the run to the error of a lost rank."""
     try:
         yield
     except LostRankError as error:
@@ -73,12 +81,12 @@ def _run(parsed: argparse.Namespace) -> int:
 
     folder, rounds = parsed.out or default_folder(experiment.config), experiment.setup.total_rounds
     with (
-        says_how_to_go_on("run", folder),
+        resume_hint_on_lost_rank("run", folder),
         tracking(tracker) as tracked,
         progress(rounds, 0, Console(stderr=True)) as watch,
     ):
         outcome = start(experiment, folder, tracked.also(folder, watch))
-    say_where(tracked.where)
+    print_tracked(tracked.where)
     return _conclude(outcome)
 
 
@@ -93,12 +101,12 @@ def _resume(folder: Path, tracker: str | None) -> int:
     work = read_run_config(folder).work
     rounds = work.rounds + work.personal_rounds
     with (
-        says_how_to_go_on("run", folder),
+        resume_hint_on_lost_rank("run", folder),
         tracking(tracker) as tracked,
         progress(rounds, 0, Console(stderr=True)) as watch,
     ):
         outcome = resume(folder, tracked.also(folder, watch))
-    say_where(tracked.where)
+    print_tracked(tracked.where)
     return _conclude(outcome)
 
 
@@ -119,13 +127,11 @@ def _dry_run(experiment: Any) -> int:
     from rich.console import Console
 
     from fedcpsl.config import to_toml
-    from fedcpsl.report.split import in_memory, split_table
-    from fedcpsl.report.terminal import planned_steps
-    from fedcpsl.report.terminal_width import print_table
+    from fedcpsl.report.terminal import planned_steps, print_table, shown_devices, split_table
 
     console = Console()
     print(to_toml(experiment.config))
-    print_table(split_table(in_memory(experiment.federation, console)), console)
+    print_table(split_table(shown_devices(experiment.federation, console)), console)
     steps, most = planned_steps(experiment)
     setup = experiment.setup
     print(

@@ -1,4 +1,4 @@
-"""fedcpsl verify: recorded runs replayed."""
+"""fedcpsl verify: replay recorded runs and compare."""
 
 import argparse
 from collections.abc import Mapping
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from fedcpsl.recorded_runs import Vector
 
 
-def add(commands: Any) -> None:
+def add_verify(commands: Any) -> None:
     verify = commands.add_parser(
         "verify",
         help="replay test vectors on every executor",
-        description="Replay recorded runs in float64 on every executor that this machine has; exit 1 at a difference.",
+        description="Replay recorded runs in float64 on every executor of this machine; exit code 1 if one differs.",
     )
     verify.add_argument("files", nargs="+", type=Path, metavar="FILE", help="an .npz test vector")
     verify.add_argument("--json", action="store_true", help="as one JSON object")
@@ -28,10 +28,10 @@ def _verify(parsed: argparse.Namespace) -> int:
     replays = []
     for path, vector in vectors.items():
         for executor, device in executors():
-            replays.append(_replayed(path, vector, executor, device))
+            replays.append(_replay(path, vector, executor, device))
             if not parsed.json:
-                _say(replays[-1])
-    failed = not all(each["exact"] for each in replays)
+                _print_replay(replays[-1])
+    failed = not all(replay["exact"] for replay in replays)
     if parsed.json:
         print(to_json({"exact": not failed, "replays": replays}, indent=2))
     else:
@@ -39,8 +39,8 @@ def _verify(parsed: argparse.Namespace) -> int:
     return int(failed)
 
 
-def _replayed(path: Path, vector: "Vector", executor: str, device: str) -> dict[str, Any]:
-    """How one vector came out on one executor: the largest error of every quantity, and the first beyond rounding."""
+def _replay(path: Path, vector: "Vector", executor: str, device: str) -> dict[str, Any]:
+    """Replay one vector on one executor: the largest error per quantity, and the first error beyond rounding."""
     from fedcpsl.recorded_runs import replay
 
     differences = list(replay(vector, executor, device))
@@ -58,10 +58,10 @@ def _replayed(path: Path, vector: "Vector", executor: str, device: str) -> dict[
     }
 
 
-def _say(replayed: Mapping[str, Any]) -> None:
-    listed = "  ".join(f"{quantity} {error:.1e}" for quantity, error in replayed["worst_error"].items())
-    came_out = "exact" if replayed["exact"] else "DIFFERS"
-    print(f"{Path(replayed['file']).name}  {replayed['executor']} on {replayed['device']}: {came_out}")
+def _print_replay(replay: Mapping[str, Any]) -> None:
+    listed = "  ".join(f"{quantity} {error:.1e}" for quantity, error in replay["worst_error"].items())
+    result = "exact" if replay["exact"] else "DIFFERS"
+    print(f"{Path(replay['file']).name}  {replay['executor']} on {replay['device']}: {result}")
     print(f"  worst error: {listed}")
-    if replayed["first_difference"]:
-        print(f"  first difference at {replayed['first_difference']}")
+    if replay["first_difference"]:
+        print(f"  first difference at {replay['first_difference']}")

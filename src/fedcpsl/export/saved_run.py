@@ -1,4 +1,4 @@
-"""One device's model, or the global one, from a run's folder."""
+"""Models of a finished run: load its folder, select a device's model or the global one, predict with it."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -16,9 +16,9 @@ from fedcpsl.config import Config
 from fedcpsl.data.scaling import Scaling
 from fedcpsl.data.sources import load_federation
 from fedcpsl.engine import Network
-from fedcpsl.errors import InputError, RunError, did_you_mean
-from fedcpsl.export.graph import PersonalModel, numbers_for, predict_of, with_tensors
-from fedcpsl.export.model_manifest import GLOBAL, About, Predictor, shared_config
+from fedcpsl.errors import InputError, RunError, did_you_mean, printable
+from fedcpsl.export.model_manifest import GLOBAL, ModelManifest, Predictor, shareable_config
+from fedcpsl.export.personal_model import PersonalModel, numbers_for, predict_of, with_tensors
 from fedcpsl.methods import hyper_of_device, resolved
 from fedcpsl.models import make_model
 from fedcpsl.runs.folder import is_finished, read_manifest, read_run_config
@@ -30,11 +30,12 @@ from fedcpsl.storage import load_tensors
 from fedcpsl.trees import Tree
 
 ROWS_AT_ONCE = 4096
-LISTED = 30  # names in an error
+MAX_NAMES = 30  # in an error
+MAX_UNKNOWN = 5  # unknown devices listed in a note
 
 
-class Kept(NamedTuple):
-    """What a run has kept."""
+class SavedRun(NamedTuple):
+    """The models of a finished run, and what is needed to use them."""
 
     folder: Path
     config: Config
@@ -48,35 +49,37 @@ class Kept(NamedTuple):
 
     @property
     def has_own_models(self) -> bool:
-        """Whether devices have models of their own."""
+        """Return whether devices have models of their own."""
         return any("/localized/" in name for name in self.tensors)
 
     @property
     def model(self) -> nn.Module:
-        """The network as it was made, with whatever in it is not trained."""
+        """Return the network as initialised, with its parameters and buffers that are not trained."""
         model = self.config.model
         torch.manual_seed(int(stream(self.config.run.seed, "init").integers(2**63)))
         made = make_model(model.name, model.hidden, self.shape, len(self.classes))
         return with_tensors(made, self.under("fixed/"))
 
     def under(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors of one model, under the network's own names."""
+        """Return the tensors of one model, by their names in the network."""
         return {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
 
 
-class Chosen(NamedTuple):
-    """A run's model of one device: what is exported, and the run's own answers."""
+class DeviceModel(NamedTuple):
+    """A run's model of one device: what is exported, and the run's own predictions."""
 
-    about: About
+    manifest: ModelManifest
     module: PersonalModel
     predictor: Predictor
 
 
-def read_kept(folder: Path) -> Kept:
-    """A finished run's models with what they are for."""
+def load_saved_run(folder: Path) -> SavedRun:
+    """Load a finished run."""
     if (folder / "comparison.json").is_file():
         runs = sorted(folder.glob("*/*/config.toml"))
-        raise InputError(f"{folder}: holds many runs; give one of them, such as {runs[0].parent if runs else folder}")
+        raise InputError(
+            f"{folder}: contains several runs; give one of them, such as {runs[0].parent if runs else folder}"
+        )
     config, manifest, path = read_run_config(folder), read_manifest(folder), folder / "models.safetensors"
     if not path.is_file():
         if not is_finished(folder):
@@ -95,14 +98,14 @@ def read_kept(folder: Path) -> Kept:
     if "input/shift" in tensors:
         scaling = Scaling(tensors["input/shift"].numpy(), tensors["input/scale"].numpy())
     digest = str(manifest["split_sha256"])
-    described = manifest if "class_names" in manifest else _described(config, digest, folder)
+    description = manifest if "class_names" in manifest else _description_from_data(config, digest, folder)
     names = ("class_names", "input_shape", "features")
-    classes, shape, features = (tuple(described[name]) for name in names)
-    return Kept(folder, config, tensors, classes, shape, features, scaling, digest, numbers["devices"])
+    classes, shape, features = (tuple(description[name]) for name in names)
+    return SavedRun(folder, config, tensors, classes, shape, features, scaling, digest, numbers["devices"])
 
 
-def _described(config: Config, digest: str, folder: Path) -> dict[str, Any]:
-    """What earlier versions left out of the manifest, from the data."""
+def _description_from_data(config: Config, digest: str, folder: Path) -> dict[str, Any]:
+    """Return from the data what the manifests of earlier versions lack."""
     federation = load_federation(config.data, config.run.seed)
     if federation.digest != digest:
         raise InputError(f"{folder}: the data has changed since the run, so its classes are not known; run it again")
@@ -110,37 +113,37 @@ def _described(config: Config, digest: str, folder: Path) -> dict[str, Any]:
     return {"class_names": names, "input_shape": federation.shape, "features": federation.features}
 
 
-def choose(kept: Kept, device: str | None) -> Chosen:
-    """The model of a device, by name or number, or "global"; without a name, of the only device."""
-    alone = traits_of(kept.config.algorithm.name).alone
-    number, name = (None, GLOBAL) if device == GLOBAL else find_device(kept, device)
-    if device == GLOBAL and GLOBAL in device_names(kept):
-        raise InputError(f"--device {GLOBAL}: is a device of {kept.folder} too; rename it in the data and run again")
+def model_of_device(run: SavedRun, device: str | None) -> DeviceModel:
+    """Return the model of a device, by name or number, or "global"; without a name, of the only device."""
+    alone = traits_of(run.config.algorithm.name).alone
+    number, name = (None, GLOBAL) if device == GLOBAL else find_device(run, device)
+    if device == GLOBAL and GLOBAL in device_names(run):
+        raise InputError(f"--device {GLOBAL}: is a device of {run.folder} too; rename it in the data and run again")
     if alone and number is None:
-        raise InputError(f"{kept.folder}: {kept.config.algorithm.name} has no global model; give --device NAME")
+        raise InputError(f"{run.folder}: {run.config.algorithm.name} has no global model; give --device NAME")
     localized: dict[str, Tensor] = {}
-    if number is not None and kept.has_own_models:
-        localized = kept.under(f"device{number}/localized/")
+    if number is not None and run.has_own_models:
+        localized = run.under(f"device{number}/localized/")
         if not localized:
-            raise _never_active(kept, name)
-    general = {} if alone else kept.under("global/")
-    model = kept.model
-    answers = answering(kept, model, number)
+            raise _never_active(run, name)
+    general = {} if alone else run.under("global/")
+    model = run.model
+    bound = bind_algorithm(run, model, number)
     mixes = number is not None and general and localized
-    about = about_of(kept, name, number, answers.numbers.get("beta") if mixes else None)
-    thetas = [_theta(answers.method, named) if named else None for named in (general, localized)]
+    manifest = manifest_of(run, name, number, bound.numbers.get("beta") if mixes else None)
+    thetas = [_theta(bound.method, named) if named else None for named in (general, localized)]
     modules = [with_tensors(model, named) if named else None for named in (general, localized)]
 
-    def answer(x: NDArray[Any]) -> NDArray[np.float32]:
-        return _probabilities(answers, kept.scaling, thetas[0], thetas[1], x)
+    def predict_samples(x: NDArray[Any]) -> NDArray[np.float32]:
+        return _probabilities(bound, run.scaling, thetas[0], thetas[1], x)
 
-    predict = predict_of(answers.algorithm, answers.method)
-    module = PersonalModel(predict, modules[0], modules[1], answers.numbers if mixes else {}, kept.scaling)
-    return Chosen(about, module, Predictor(about, answer))
+    predict = predict_of(bound.algorithm, bound.method)
+    module = PersonalModel(predict, modules[0], modules[1], bound.numbers if mixes else {}, run.scaling)
+    return DeviceModel(manifest, module, Predictor(manifest, predict_samples))
 
 
-class Answering(NamedTuple):
-    """What a device's answer is made with, its models aside."""
+class BoundAlgorithm(NamedTuple):
+    """An algorithm with its method and a device's numbers: all that predictions need except the models."""
 
     algorithm: Algorithm
     method: Method
@@ -148,59 +151,61 @@ class Answering(NamedTuple):
     numbers: dict[str, float]  # those of `hyper` that predictions need
 
 
-def answering(kept: Kept, model: nn.Module, number: int | None) -> Answering:
-    """The run's functions for one device; they need no samples."""
-    settings, work = kept.config.algorithm, kept.config.work
-    dtype = torch.float64 if kept.config.run.dtype == "float64" else torch.float32
-    network = Network(model, torch.zeros(2, *kept.shape, dtype=dtype), len(kept.classes))
+def bind_algorithm(run: SavedRun, model: nn.Module, number: int | None) -> BoundAlgorithm:
+    """Return the run's algorithm for one device; it needs no samples."""
+    settings, work = run.config.algorithm, run.config.work
+    dtype = torch.float64 if run.config.run.dtype == "float64" else torch.float32
+    network = Network(model, torch.zeros(2, *run.shape, dtype=dtype), len(run.classes))
     found = resolved(settings, network, work)
     method = found.kept_method(work)
-    hyper = hyper_of_device(found.algorithm, method, settings, kept.devices, number or 0)
-    return Answering(found.algorithm, method, hyper, numbers_for(found.algorithm, hyper))
+    hyper = hyper_of_device(found.algorithm, method, settings, run.devices, number or 0)
+    return BoundAlgorithm(found.algorithm, method, hyper, numbers_for(found.algorithm, hyper))
 
 
-def about_of(kept: Kept, name: str = GLOBAL, number: int | None = None, beta: float | None = None) -> About:
-    """What travels with a model of the run."""
-    return About(
+def manifest_of(
+    run: SavedRun, name: str = GLOBAL, number: int | None = None, beta: float | None = None
+) -> ModelManifest:
+    """Return the manifest of a model of the run."""
+    return ModelManifest(
         name,
         number,
-        kept.classes,
-        kept.shape,
-        kept.features,
-        kept.scaling,
+        run.classes,
+        run.shape,
+        run.features,
+        run.scaling,
         beta,
-        kept.config.algorithm.name,
-        shared_config(kept.config),
-        kept.digest,
+        run.config.algorithm.name,
+        shareable_config(run.config),
+        run.digest,
     )
 
 
-def find_device(kept: Kept, device: str | None) -> tuple[int, str]:
-    """The number and name of a device: by name, or by its number where no name is a number."""
-    names = device_names(kept)
+def find_device(run: SavedRun, device: str | None) -> tuple[int, str]:
+    """Return the number and name of a device: by name, or by its number if no name is a number."""
+    names = device_names(run)
     if device is None:
         if len(names) > 1:
-            whose = kept.config.data.device_column
+            whose = run.config.data.device_column
             column = f", or a table with its column {whose!r}" if whose else ""
-            raise InputError(f"{kept.folder}: whose model? Give --device NAME, or --device {GLOBAL}{column}")
+            raise InputError(f"{run.folder}: which device's model? Give --device NAME, or --device {GLOBAL}{column}")
         device = next(iter(names))
     if device in names:
         return names[device], device
     numbers = {str(number): name for name, number in names.items()}
     if device in numbers and not any(name.isdigit() for name in names):
         return int(device), numbers[device]
-    if len(names) < kept.devices and device.isdigit() and int(device) < kept.devices:
-        raise _never_active(kept, device)
-    raise InputError(f"--device {device}: no such device in {kept.folder}; {_hint(kept, device, names)}")
+    if len(names) < run.devices and device.isdigit() and int(device) < run.devices:
+        raise _never_active(run, device)
+    raise InputError(f"--device {device}: no such device in {run.folder}; {_hint(run, device, names)}")
 
 
-def _hint(kept: Kept, device: str, names: Iterable[str]) -> str:
-    """Which devices there are: the nearest name; of numbers, which have no nearest, all."""
+def _hint(run: SavedRun, device: str, names: Iterable[str]) -> str:
+    """Return a hint at the existing devices: the nearest name, or all if names are numbers."""
     names = list(names)
-    known = names if len(names) <= LISTED else [f"the names in {kept.folder / 'devices.csv'}"]
+    known = names if len(names) <= MAX_NAMES else [f"the names in {run.folder / 'devices.csv'}"]
     if not all(name.isdecimal() for name in names):
         return did_you_mean(device, [*known, GLOBAL])
-    numbers = sorted(map(int, names)) if len(names) == kept.devices else range(kept.devices)
+    numbers = sorted(map(int, names)) if len(names) == run.devices else range(run.devices)
     first, last = numbers[0], numbers[-1]
     if last - first == len(numbers) - 1 > 0:
         known = [f"{first} to {last}"]
@@ -208,23 +213,25 @@ def _hint(kept: Kept, device: str, names: Iterable[str]) -> str:
     return f"known: {', '.join([*known, GLOBAL])}" if is_number else did_you_mean(device, [*known, GLOBAL])
 
 
-def device_names(kept: Kept) -> dict[str, int]:
-    return {row["name"]: int(row["device"]) for row in read_device_table(kept.folder / "devices.csv")}
+def device_names(run: SavedRun) -> dict[str, int]:
+    """Return the number of every device by its name."""
+    return {row["name"]: int(row["device"]) for row in read_device_table(run.folder / "devices.csv")}
 
 
-def _never_active(kept: Kept, device: str) -> InputError:
+def _never_active(run: SavedRun, device: str) -> InputError:
     return InputError(
-        f"{kept.folder}: device {device} has never been active, so the run has no model of its own for it; "
+        f"{run.folder}: device {device} has never been active, so the run has no model of its own for it; "
         f"give --device {GLOBAL}"
     )
 
 
 def one_device(work: Work) -> Work:
+    """Return a run's settings of work for a single device."""
     return replace(work, active=AUTO, joiners=0)
 
 
 def on_this_machine(run: Run) -> Run:
-    """A run's settings without what was chosen for the machine that it ran on."""
+    """Return a run's settings without those chosen for the machine that it ran on."""
     plain = Run()
     return replace(
         run,
@@ -250,18 +257,57 @@ def _theta(method: Method, named: dict[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def _probabilities(
-    answers: Answering, scaling: Scaling | None, theta: Tensor | None, own: Tensor | None, x: NDArray[Any]
+    bound: BoundAlgorithm, scaling: Scaling | None, theta: Tensor | None, own: Tensor | None, x: NDArray[Any]
 ) -> NDArray[np.float32]:
-    """What a device answers, by the run's own functions."""
-    network, pieces = answers.method.network, []
-    for some in torch.from_numpy(np.ascontiguousarray(x)).split(ROWS_AT_ONCE):
-        given = some.to(network.initial)
+    """Return the probabilities of samples by the run's own functions."""
+    network, parts = bound.method.network, []
+    for batch in torch.from_numpy(np.ascontiguousarray(x)).split(ROWS_AT_ONCE):
+        given = batch.to(network.initial)
         if scaling:
             given = normalise(given, *(torch.from_numpy(np.asarray(t)).to(given) for t in scaling))
         log_h, log_h_own = (None if t is None else network.log_probabilities(t, given) for t in (theta, own))
         one = log_h if log_h_own is None else log_h_own
         assert one is not None
         both = log_h is not None and log_h_own is not None
-        pieces.append(answers.algorithm.predict(answers.method, answers.hyper, log_h, log_h_own) if both else one)
-    found: NDArray[np.float32] = torch.cat(pieces).exp().to(torch.float32).numpy()
+        parts.append(bound.algorithm.predict(bound.method, bound.hyper, log_h, log_h_own) if both else one)
+    found: NDArray[np.float32] = torch.cat(parts).exp().to(torch.float32).numpy()
     return found
+
+
+class DevicePredictions(NamedTuple):
+    """Probabilities, and the model behind each."""
+
+    probabilities: NDArray[np.float32]  # [samples, classes]
+    models: list[str]  # of each sample: its device, or "global"
+    note: str  # about devices without a model of their own; empty if there are none
+
+
+def predict_by_device(run: SavedRun, x: NDArray[Any], devices: list[str]) -> DevicePredictions:
+    """Predict each sample by its own device's model; by the global model if the device is unknown or never trained."""
+    names = device_names(run)
+    alone = traits_of(run.config.algorithm.name).alone
+    models = [name if name in names and _has_model(run, names[name]) else GLOBAL for name in devices]
+    unknown = sorted({device for device, model in zip(devices, models, strict=True) if model == GLOBAL})
+    if unknown and alone:
+        raise InputError(
+            f"device {printable(unknown[0])!r} is not in {run.folder}, and {run.config.algorithm.name} has no "
+            f"global model; {did_you_mean(unknown[0], names)}"
+        )
+    probabilities = np.empty((len(x), len(run.classes)), np.float32)
+    of = np.array(models)
+    for model in sorted(set(models)):
+        probabilities[of == model] = model_of_device(run, model).predictor.predict(x[of == model])
+    return DevicePredictions(probabilities, models, _note(unknown, int((of == GLOBAL).sum())))
+
+
+def _has_model(run: SavedRun, number: int) -> bool:
+    return not run.has_own_models or any(name.startswith(f"device{number}/localized/") for name in run.tensors)
+
+
+def _note(unknown: list[str], rows: int) -> str:
+    if not unknown:
+        return ""
+    some = ", ".join(printable(name) or "no device" for name in unknown[:MAX_UNKNOWN])
+    more = f" and {len(unknown) - MAX_UNKNOWN} more" if len(unknown) > MAX_UNKNOWN else ""
+    what = "row is" if rows == 1 else "rows are"
+    return f"{rows} {what} of devices that the run has no model for ({some}{more}): the global model predicts them"

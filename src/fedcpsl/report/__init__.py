@@ -1,1 +1,1 @@
-"""What people see of a run: tables in the terminal, plots, and a page."""
+"""Results of runs: tables in the terminal, figures, and a page."""

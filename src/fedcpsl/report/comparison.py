@@ -1,10 +1,8 @@
-"""What people see of a comparison or a sweep: a table, a picture, files and a page."""
+"""The results of a comparison or a sweep: a table, figures, files and a page."""
 
 import csv
 import io
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from html import escape
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -12,76 +10,32 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from fedcpsl.report.tables import size
-from fedcpsl.report.terminal import percent
-from fedcpsl.report.terminal_width import if_it_fits, print_table, room, that_fit
-from fedcpsl.report.verdict import as_sentence, judged, of_comparison
+from fedcpsl.report.terminal import available_width, print_table
+from fedcpsl.report.verdict import as_sentence, comparison_verdicts, score_of
 from fedcpsl.runs.comparison import SUMMARISED, read_plan, run_folder, summarise
 from fedcpsl.runs.folder import read_metrics
 from fedcpsl.storage import to_json, write_whole
 
-UNEQUAL = 1.05  # times the fewest steps
+UNEQUAL = 1.05  # ratio of steps above which work is called unequal
 
 if TYPE_CHECKING:  # these import PyTorch, and showing a comparison needs none
     from fedcpsl.report.loaded_runs import RunSet
-    from fedcpsl.runs.experiment import Watch
-    from fedcpsl.runs.run_groups import Announce, Planned
-
-
-@contextmanager
-def comparison_progress(runs: int, console: Console) -> Iterator["Announce"]:
-    """A bar over all runs with time left, and one over the rounds of the run at hand."""
-    columns = that_fit(
-        console,
-        TextColumn("{task.description}"),
-        MofNCompleteColumn(),
-        BarColumn(bar_width=None),
-        TextColumn("{task.fields[note]}", markup=False),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        narrow=(0, 1, 2, 6),
-    )
-    with Progress(*columns, console=console, expand=True, disable=not console.is_terminal) as bar:
-        everything = bar.add_task("[bold]runs", total=runs, note="")
-        current = bar.add_task("round", total=None, note="")
-
-        def announce(group: Sequence["Planned"], done: int) -> Sequence["Watch"]:
-            rounds = group[0].config.work.rounds + group[0].config.work.personal_rounds
-            first = f"{group[0].case.name}, seed {group[0].seed}"
-            others = f" and {len(group) - 1} more, side by side" if len(group) > 1 else ""
-            bar.update(everything, completed=done, note=if_it_fits(console, f"{first}{others}"))
-            bar.reset(current, total=rounds)
-
-            def watch(round: int, metrics: dict[str, Any] | None) -> None:
-                bar.update(everything, completed=done + len(group) * round / max(rounds, 1))
-                bar.update(current, completed=round)
-                if metrics:
-                    bar.update(current, note=f"personal {percent(metrics['personal'])}")
-
-            return [watch, *[_look_away] * (len(group) - 1)]
-
-        yield announce
-
-
-def _look_away(round: int, metrics: dict[str, Any] | None) -> None:
-    """The bar follows one of the runs that go together."""
 
 
 def print_comparison(folder: Path) -> None:
-    """The table of a finished comparison, and what it says."""
+    """Print the table of a finished comparison and its verdicts."""
     summary, console = summarise(folder), Console()
     print_table(comparison_table(summary), console)
-    for text in of_comparison(summary):
-        print(fill(text, room(console)))
+    for text in comparison_verdicts(summary):
+        print(fill(text, available_width(console)))
 
 
 def comparison_table(summary: Mapping[str, Any]) -> Table:
-    """Mean and 95 % interval over seeds, the difference to the first, the worst devices, and what it took."""
+    """Return a table: mean and 95 % interval over seeds, difference to the first case, worst devices, and costs."""
     cases, seeds = summary["cases"], summary["seeds"]
     rows = _rows(summary)
     which = f"{len(seeds)} seeds ({seeds[0]} to {seeds[-1]})" if len(seeds) > 1 else f"seed {seeds[0]}"
@@ -109,7 +63,7 @@ def comparison_table(summary: Mapping[str, Any]) -> Table:
 
 
 def headline(summary: Mapping[str, Any]) -> str:
-    """What was compared on what; of a sweep also what judged it."""
+    """Return what was compared on which data, and what a sweep was judged by."""
     cases, on = summary["cases"], f" on {summary['data']}" if summary.get("data") else ""
     if summary["kind"] == "compare":
         return f"{len(cases)} algorithms{on}"
@@ -123,13 +77,13 @@ def _has_validation(summary: Mapping[str, Any]) -> bool:
 
 
 def _best(cases: Sequence[Mapping[str, Any]]) -> int:
-    """The place of the best case, by validation samples where there are some."""
-    means = [judged(case)["mean"] if case["personal"] else -1 for case in cases]
+    """Return the index of the best case, by validation samples if there are any."""
+    means = [score_of(case)["mean"] if case["personal"] else -1 for case in cases]
     return means.index(max(means))
 
 
 def remarks(summary: Mapping[str, Any]) -> list[str]:
-    """What a reader of the table must know: whether all did the same work, what chose the best, what rounding does."""
+    """Return remarks on a table: unequal work, how the best was chosen, and rounding."""
     found = []
     steps = {case["name"]: case["steps"]["mean"] for case in summary["cases"] if case["steps"]}
     if steps and max(steps.values()) > UNEQUAL * min(steps.values()):
@@ -140,8 +94,8 @@ def remarks(summary: Mapping[str, Any]) -> list[str]:
         )
     if summary["kind"] == "sweep" and not _has_validation(summary):
         found.append(
-            "chosen by test sets: the best of these is flattered by having been chosen; keep validation samples with "
-            "--set data.validation=0.1 to choose by"
+            "chosen by test sets: the best of these is biased upwards by the choice; keep validation samples to choose "
+            "by with --set data.validation=0.1"
         )
     if len(summary["cases"]) * len(summary["seeds"]) > 1:
         found.append(
@@ -191,43 +145,44 @@ def _reached(reach: Mapping[str, Any], seeds: int) -> str:
 
 
 def write_comparison(folder: Path) -> Path:
-    """results.csv, summary.json, a picture and a page into a finished comparison's folder."""
+    """Write results.csv, summary.json, figures and a page into a finished comparison's folder."""
     from fedcpsl.report.figures import curves_of_cases, heat_maps
-    from fedcpsl.report.page import page_of
+    from fedcpsl.report.page import inline_svg, page_of, write_pictures
 
     plan, summary = read_plan(folder), summarise(folder)
     pictures = {"accuracy": curves_of_cases(_curves(folder))}
     if plan.kind == "sweep":
         pictures["sweep"] = heat_maps(summary)
-    (folder / "plots").mkdir(exist_ok=True)
-    for name, svg in pictures.items():
-        write_whole(folder / "plots" / f"{name}.svg", svg)
+    write_pictures(folder, pictures)
+    picture = inline_svg(pictures["sweep"]) if "sweep" in pictures else ""
     write_whole(folder / "summary.json", to_json(summary, indent=2) + "\n")
     write_whole(folder / "results.csv", _csv(summary))
-    write_whole(folder / "report.html", page_of(_story(folder), _title(summary), _results(summary, pictures)))
+    write_whole(folder / "report.html", page_of(_loaded(folder), _title(summary), _results(summary, picture)))
     return folder / "report.html"
 
 
 def _title(summary: Mapping[str, Any]) -> str:
-    """The page's own for algorithms; a sweep says what judged it."""
+    """Return the title of a sweep's page; a comparison has the usual one."""
     return headline(summary) if summary["kind"] == "sweep" else ""
 
 
-def _story(folder: Path) -> "RunSet":
-    """The runs of a finished comparison, by the names that its plan gives them."""
-    from fedcpsl.report.loaded_runs import Line, try_load_runs
+def _loaded(folder: Path) -> "RunSet":
+    """Load the runs of a finished comparison, grouped by the cases of its plan."""
+    from fedcpsl.report.loaded_runs import SeedGroup, try_load_runs
 
-    story, plan = try_load_runs([folder]), read_plan(folder)
-    by_folder = {run.folder: run for run in story.runs}
-    lines = [
-        Line(case.name, [by_folder[f] for seed in plan.seeds if (f := run_folder(folder, case, seed)) in by_folder])
+    run_set, plan = try_load_runs([folder]), read_plan(folder)
+    by_folder = {run.folder: run for run in run_set.runs}
+    groups = [
+        SeedGroup(
+            case.name, [by_folder[f] for seed in plan.seeds if (f := run_folder(folder, case, seed)) in by_folder]
+        )
         for case in plan.cases
     ]
-    return story._replace(lines=[line for line in lines if line.runs])
+    return run_set._replace(groups=[group for group in groups if group.runs])
 
 
 def _curves(folder: Path) -> dict[str, tuple[list[int], np.ndarray]]:
-    """Personal accuracy by evaluated round, [seeds, rounds], for every case."""
+    """Return personal accuracy by evaluated round, [seeds, rounds], of every case."""
     plan = read_plan(folder)
     curves = {}
     for case in plan.cases:
@@ -237,7 +192,7 @@ def _curves(folder: Path) -> dict[str, tuple[list[int], np.ndarray]]:
 
 
 def curve_of(runs: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[list[int], np.ndarray]:
-    """The evaluated rounds of runs with several seeds, and their personal accuracies; NaN where there is none."""
+    """Return the evaluated rounds of runs with several seeds, and their personal accuracies; NaN if there is none."""
     rounds = [m["round"] for m in max(runs, key=len)]
     values = np.full((len(runs), len(rounds)), np.nan)
     for row, run in zip(values, runs, strict=True):
@@ -262,33 +217,23 @@ def _csv(summary: Mapping[str, Any]) -> str:
     return text.getvalue()
 
 
-def _results(summary: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
-    """The table with paired differences, and the map of a sweep."""
-    from fedcpsl.report.page import inline_svg
+def _results(summary: Mapping[str, Any], picture: str) -> str:
+    """Return the table with paired differences, and the map of a sweep, as HTML."""
+    from fedcpsl.report.sections import render
 
     head, *rows = _rows(summary)
-    best = _best(summary["cases"])
-    titles = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
-    lines = []
-    for i, (first, *cells) in enumerate(rows):
-        values = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        lines.append(f'<tr{" class=best" * (i == best)}><th scope="row">{escape(first)}</th>{values}</tr>')
     per_step = ", gradients those of a step, one per model and minibatch" * ("gradients" in head)
-    says = (
+    text = (
         f"{len(rows)} cases, {len(summary['seeds'])} seeds; runs of one seed share split, devices and samples. "
         "Accuracies are in %, ± is half a 95 % interval over seeds, differences are paired by seed; steps are the "
         f"local steps of all devices{per_step}; to x %: the first round at x and the bytes sent by then."
     )
-    says = '</p><p class="say">'.join([escape(says), *map(escape, remarks(summary))])
-    told = "".join(f"<p>{escape(as_sentence(text))}</p>" for text in of_comparison(summary))
-    figures = ""
-    if "sweep" in pictures:
-        words = "Mean personal accuracy, %: on validation samples where there are some, else on the tests."
-        figures = (
-            f'<figure class="picture sweep">{inline_svg(pictures["sweep"])}<figcaption>{words}</figcaption></figure>'
-        )
-    return (
-        f'<h2>Results</h2>{told}<p class="say">{says}</p>'
-        '<div class="wide" role="region" tabindex="0" aria-label="results">'
-        f'<table class="sorts"><thead><tr>{titles}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>{figures}'
+    return render(
+        "comparison",
+        verdicts=[as_sentence(text) for text in comparison_verdicts(summary)],
+        captions=[text, *remarks(summary)],
+        head=head,
+        rows=rows,
+        best=_best(summary["cases"]),
+        picture=picture,
     )

@@ -1,4 +1,4 @@
-"""Pictures of a run: accuracy by round, accuracy per device."""
+"""Figures by matplotlib, for files: accuracy of runs, comparisons and studies, maps of sweeps and splits."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -63,7 +63,7 @@ def curves_of_cases(curves: Mapping[str, tuple[Sequence[int], Any]]) -> str:
 
 
 def panels_of_curves(panels: Mapping[str, Mapping[str, tuple[Sequence[int], Any]]]) -> str:
-    """The same, a panel for every set of cases, all on one scale, as SVG."""
+    """Personal accuracy by round, a panel for every set of cases, all on one scale, as SVG."""
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     figure, grid = _figure(1.2 + 4.4 * columns, 0.9 + 3.1 * rows, len(panels), columns)
@@ -131,11 +131,11 @@ def _draw_curves(axes: Any, curves: Mapping[str, tuple[Sequence[int], Any]]) -> 
 
 
 def heat_maps(summary: Mapping[str, Any]) -> str:
-    """Mean accuracy of a sweep over its settings: a row for one, a map for two, a map per rest for more; SVG."""
+    """Mean accuracy of a sweep over its settings: a row for one setting, a map for two, several maps for more; SVG."""
     import numpy as np
 
     cases = summary["cases"]
-    judged = "validation" if cases[0]["validation"] else "personal"
+    key_of_score = "validation" if cases[0]["validation"] else "personal"
     keys = list(cases[0]["settings"])
     values = {key: list(dict.fromkeys(str(c["settings"][key]) for c in cases)) for key in keys}
     x, y = keys[-1], keys[-2] if len(keys) > 1 else None
@@ -146,7 +146,7 @@ def heat_maps(summary: Mapping[str, Any]) -> str:
         panel = ", ".join(f"{_short(key)} = {chosen[key]}" for key in rest)
         empty = np.full((len(values[y]) if y else 1, len(values[x])), np.nan)
         row = values[y].index(chosen[y]) if y else 0
-        mean = case[judged]["mean"] if case[judged] else np.nan
+        mean = case[key_of_score]["mean"] if case[key_of_score] else np.nan
         panels.setdefault(panel, empty)[row, values[x].index(chosen[x])] = 100 * mean
     return maps(panels, (_short(x), values[x]), (_short(y) if y else "", values[y] if y else [""]))
 
@@ -184,7 +184,7 @@ def split_picture(federation: Any) -> str:
     import numpy as np
 
     from fedcpsl.data.split import LABELLED, UNLABELLED
-    from fedcpsl.report.split import unknown_counts
+    from fedcpsl.report.terminal import unknown_counts
 
     unknown = unknown_counts(federation)
     classes = federation.class_names or tuple(map(str, range(federation.classes)))
@@ -240,7 +240,7 @@ def _axes(width: float, height: float) -> tuple[Any, Any]:
 
 
 def _figure(width: float, height: float, panels: int, columns: int = 0) -> tuple[Any, Sequence[Any]]:
-    """A figure whose background is the page's, with panels side by side, or in so many columns."""
+    """Return a transparent figure with panels side by side, or in `columns` columns."""
     import matplotlib
 
     matplotlib.use("agg")

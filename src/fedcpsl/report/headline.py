@@ -1,4 +1,4 @@
-"""What was run, in one sentence: the lead of a page."""
+"""Runs in words: a title, how far they are, and what was run in one sentence."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -7,14 +7,40 @@ from fedcpsl.report.loaded_runs import LoadedRun, RunSet
 from fedcpsl.runs.split_summary import read_split_summary
 
 
-def sentence(story: RunSet) -> str:
-    """What was run, in one sentence."""
-    adapted = [run for run in story.runs if run.adapted_from]
-    trained = [run for run in story.runs if not run.adapted_from]
+def title_of(run_set: RunSet) -> str:
+    """Return the title of a page: algorithms and data sets."""
+    if not run_set.groups:
+        return all_failed(run_set) if run_set.over else "waiting for the first round"
+    sets = list(dict.fromkeys(run.config.data.title for run in run_set.runs))
+    names = list(dict.fromkeys(group.runs[0].config.algorithm.name for group in run_set.groups))
+    what = ", ".join(names) if len(names) <= 4 else f"{len(names)} algorithms"
+    return f"{what} on {', '.join(sets[:3])}{' and more' * (len(sets) > 3)}"
+
+
+def state_of(run_set: RunSet) -> str:
+    """Return how far the runs are, in words."""
+    unfinished = [run for run in run_set.runs if not run.finished]
+    if run_set.over:
+        return "finished" if run_set.groups else all_failed(run_set)
+    if len(run_set.runs) == 1 and not run_set.waiting:
+        (run,) = run_set.runs
+        return f"round {run.last['round']} of {run.config.work.rounds + run.config.work.personal_rounds}"
+    return f"{len(run_set.runs) - len(unfinished)} of {len(run_set.runs) + run_set.waiting} runs finished"
+
+
+def all_failed(run_set: RunSet) -> str:
+    """Return that all runs failed, in words."""
+    return "the run failed" if len(run_set.failed) == 1 else f"all {len(run_set.failed)} runs failed"
+
+
+def sentence(run_set: RunSet) -> str:
+    """Return what was run, in one sentence."""
+    adapted = [run for run in run_set.runs if run.adapted_from]
+    trained = [run for run in run_set.runs if not run.adapted_from]
     if not trained:
         return _adapted(adapted)
-    more = len(story.lines)
-    what = trained[0].config.algorithm.name if more == 1 else f"{len(story.runs)} runs of {more} kinds"
+    more = len(run_set.groups)
+    what = trained[0].config.algorithm.name if more == 1 else f"{len(run_set.runs)} runs of {more} kinds"
     work = trained[0].config.work
     rounds = _one_or_many(run.config.work.rounds for run in trained)
     facts = [
@@ -22,7 +48,7 @@ def sentence(story: RunSet) -> str:
         f"{_one_or_many(run.config.work.active for run in trained)} of them active in each of {rounds} rounds",
         *([f"then {work.personal_rounds} personal rounds"] if work.personal_rounds else []),
         _labels(trained),
-        _seeds(story.runs),
+        _seeds(run_set.runs),
     ]
     if adapted:
         facts.append(f"and of the runs {len(adapted)} adapted from another, in personal rounds with no server")
@@ -30,7 +56,7 @@ def sentence(story: RunSet) -> str:
 
 
 def _adapted(runs: Sequence[LoadedRun]) -> str:
-    """What `fedcpsl adapt` made."""
+    """Return what `fedcpsl adapt` made, in one sentence."""
     names = ", ".join(dict.fromkeys(run.adapted_from for run in runs))
     rounds = _one_or_many(run.last["round"] for run in runs)
     what = "a personal model" if len(runs) == 1 else f"{len(runs)} personal models"
@@ -51,18 +77,18 @@ def _one_or_many(values: Iterable[Any]) -> str:
 
 
 def _labels(runs: Sequence[LoadedRun]) -> str:
-    """How many labels devices see: counted where the data has unlabelled samples of its own, else as was set."""
+    """Return how many labels devices see: counted if the data has unlabelled samples of its own, else from settings."""
     splits = {run.manifest["split_sha256"]: run for run in runs}.values()
     counted = [labelled_share(run) for run in splits]
     known = sorted({f"{100 * share:.3g}" for share in counted if share is not None}, key=float)
     if None not in counted:
         return f"{' to '.join(dict.fromkeys([known[0], known[-1]]))} % of the training samples labelled"
-    said = {labels_seen(run.config.data) for run in runs}
-    return said.pop() if len(said) == 1 and not known else "unequal shares of the labels visible"
+    shares = {labels_seen(run.config.data) for run in runs}
+    return shares.pop() if len(shares) == 1 and not known else "unequal shares of the labels visible"
 
 
 def labelled_share(run: LoadedRun) -> float | None:
-    """labelled / (labelled + unlabelled) of the training samples, where some have a class that nobody knows."""
+    """Return labelled / (labelled + unlabelled) of the training samples, if the class of some is unknown."""
     found = read_split_summary(run.folder, run.config) if run.config.data.file else ""
     if isinstance(found, str) or not any(found.unknown):
         return None
@@ -74,7 +100,7 @@ def labelled_share(run: LoadedRun) -> float | None:
 
 
 def labels_seen(data: Any) -> str:
-    """How many labels devices may see, in words."""
+    """Return the share of visible labels by settings, in words."""
     share = data.labelled
     seen = f"{100 * min(share):g} to {100 * max(share):g} %" if isinstance(share, list) else f"{100 * share:g} %"
     where = "" if data.labelled_devices == "all" else f" at {data.labelled_devices} devices"

@@ -1,4 +1,4 @@
-"""The page of runs over HTTP, on this machine alone, with news while they go on."""
+"""Serve the page of runs over HTTP on loopback, with updates while they are running."""
 
 import signal
 import sys
@@ -13,61 +13,62 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 from fedcpsl.errors import InputError, RunError
+from fedcpsl.report.charts import all_charts
+from fedcpsl.report.headline import title_of
 from fedcpsl.report.loaded_runs import runs_in, try_load_runs
-from fedcpsl.report.page import content_security_policy, html_page, told_of
-from fedcpsl.report.sections import Parts, all_charts, parts_of, title_of
-from fedcpsl.report.tables import embedded
+from fedcpsl.report.page import content_security_policy, html_page, page_data, script_json
+from fedcpsl.report.sections import Sections, sections_of
 
 HOST = "127.0.0.1"
-FOLLOWED = ("metrics.jsonl", "devices.csv", "failed.txt", "manifest.json", "alone/devices.csv")
-EMPTY = ("summary", "accuracy", "devices", "classes", "split", "labels", "cost", "gaps", "again")
+WATCHED_FILES = ("metrics.jsonl", "devices.csv", "failed.txt", "manifest.json", "alone/devices.csv")
+SECTIONS = ("head", "cards", "summary", "accuracy", "devices", "classes", "split", "labels", "cost", "gaps", "again")
 
 
-class News(NamedTuple):
-    """What there is to tell, and a word that changes when it does."""
+class PageState(NamedTuple):
+    """The content of a page, and a version that changes with it."""
 
     version: str
     title: str
-    parts: Parts
-    told: dict[str, Any]
+    sections: Sections
+    data: dict[str, Any]
 
 
-def teller(paths: Sequence[Path]) -> Callable[[], News]:
-    """Tells of runs; reads them again only where their files have changed."""
-    lock, known = Lock(), list[News]()
+def page_loader(paths: Sequence[Path]) -> Callable[[], PageState]:
+    """Return a function that loads the page; it reads the runs again only if their files have changed."""
+    lock, cached = Lock(), list[PageState]()
 
-    def tell() -> News:
+    def load() -> PageState:
         with lock:
             version = version_of(paths)
-            if not known or known[0].version != version:
-                story = try_load_runs(paths)
-                drawn = all_charts(story)
-                told = told_of(story, drawn, live=True, version=version)
-                parts = dict.fromkeys(("head", "cards", *EMPTY), "") | parts_of(story, drawn)
-                known[:] = [News(version, title_of(story), parts, told)]
-            return known[0]
+            if not cached or cached[0].version != version:
+                run_set = try_load_runs(paths)
+                charts = all_charts(run_set)
+                data = page_data(run_set, charts, live=True, version=version)
+                sections = dict.fromkeys(SECTIONS, "") | sections_of(run_set, charts)
+                cached[:] = [PageState(version, title_of(run_set), sections, data)]
+            return cached[0]
 
-    return tell
+    return load
 
 
 def version_of(paths: Sequence[Path]) -> str:
-    """Differs whenever a run that is watched has written something."""
-    files = [folder / name for path in paths for folder in runs_in(path) for name in FOLLOWED]
-    marks = []
+    """Return a text that changes whenever a watched run has written something."""
+    files = [folder / name for path in paths for folder in runs_in(path) for name in WATCHED_FILES]
+    stats = []
     for file in files:
         try:
             found = file.stat()
         except OSError:
             continue
-        marks.append((str(file), found.st_mtime_ns, found.st_size))
-    return format(hash(tuple(marks)) & (1 << 64) - 1, "x")
+        stats.append((str(file), found.st_mtime_ns, found.st_size))
+    return format(hash(tuple(stats)) & (1 << 64) - 1, "x")
 
 
 def serve(paths: Sequence[Path], port: int) -> None:
-    """Until Ctrl-C or SIGTERM."""
-    tell = teller(paths)
-    tell()  # what cannot be told is said before anybody is asked to look
-    with _server(tell, port) as server, _ends_cleanly():
+    """Serve the page until Ctrl-C or SIGTERM."""
+    load = page_loader(paths)
+    load()  # errors come before the address is printed
+    with _server(load, port) as server, _interrupted_by_signals():
         names = ", ".join(map(str, paths))
         print(f"watching {names}\nopen     http://{HOST}:{server.server_port}/\nCtrl-C ends it", flush=True)
         try:
@@ -80,15 +81,15 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away in mid-sentence is no error."""
+        """Ignore browsers that close the connection."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
 
 @contextmanager
-def _server(tell: Callable[[], News], port: int) -> Iterator[ThreadingHTTPServer]:
+def _server(load: Callable[[], PageState], port: int) -> Iterator[ThreadingHTTPServer]:
     try:
-        server = _Server((HOST, port), _handler(tell))
+        server = _Server((HOST, port), _handler(load))
     except OSError as error:
         raise InputError(f"--port {port}: cannot be used ({error.strerror}); give another, or 0") from error
     with server:
@@ -96,8 +97,8 @@ def _server(tell: Callable[[], News], port: int) -> Iterator[ThreadingHTTPServer
 
 
 @contextmanager
-def _ends_cleanly() -> Iterator[None]:
-    """SIGTERM ends it as Ctrl-C does, and both do where the shell had them ignored."""
+def _interrupted_by_signals() -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGTERM and SIGINT, even if the shell had them ignored."""
 
     def end(_: int, __: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -110,43 +111,43 @@ def _ends_cleanly() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _handler(tell: Callable[[], News]) -> type[BaseHTTPRequestHandler]:
+def _handler(load: Callable[[], PageState]) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        """Two things to ask for: the page, and what is new."""
+        """Answers two requests: the page, and its update."""
 
         protocol_version = "HTTP/1.1"
         server_version, sys_version = "fedcpsl", ""
 
         def do_GET(self) -> None:
-            asked = urlsplit(self.path)
-            if not self._from_here():
-                self._answer(HTTPStatus.FORBIDDEN, "text/plain", "for this machine alone\n")
-            elif asked.path not in ("/", "/data.json"):
-                self._answer(HTTPStatus.NOT_FOUND, "text/plain", "nothing here; the page is at /\n")
+            url = urlsplit(self.path)
+            if not self._has_local_host():
+                self._reply(HTTPStatus.FORBIDDEN, "text/plain", "for this machine alone\n")
+            elif url.path not in ("/", "/data.json"):
+                self._reply(HTTPStatus.NOT_FOUND, "text/plain", "nothing here; the page is at /\n")
             else:
-                self._tell(asked.path, parse_qs(asked.query).get("since", [""])[0])
+                self._reply_page(url.path, parse_qs(url.query).get("since", [""])[0])
 
         do_HEAD = do_GET  # noqa: N815
 
-        def _tell(self, path: str, since: str) -> None:
+        def _reply_page(self, path: str, since: str) -> None:
             try:
-                news = tell()
+                page = load()
             except (InputError, RunError, OSError, ValueError) as error:
-                self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{error}\n")
+                self._reply(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{error}\n")
                 return
             if path == "/":
-                self._answer(HTTPStatus.OK, "text/html", html_page(news.title, news.parts, news.told))
-            elif since == news.version:
-                self._answer(HTTPStatus.NO_CONTENT, "application/json", "")
+                self._reply(HTTPStatus.OK, "text/html", html_page(page.title, page.sections, page.data))
+            elif since == page.version:
+                self._reply(HTTPStatus.NO_CONTENT, "application/json", "")
             else:
-                self._answer(HTTPStatus.OK, "application/json", embedded({"parts": news.parts, "told": news.told}))
+                self._reply(HTTPStatus.OK, "application/json", script_json({"parts": page.sections, "told": page.data}))
 
-        def _from_here(self) -> bool:
-            """Whether the page was asked for by its own address: a site elsewhere cannot have a browser read it."""
+        def _has_local_host(self) -> bool:
+            """Return whether the Host header is this machine's: a guard against DNS rebinding by other sites."""
             name = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
             return name in (HOST, "localhost")
 
-        def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
+        def _reply(self, status: HTTPStatus, kind: str, text: str) -> None:
             raw = text.encode()
             self.send_response(status)
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
@@ -161,6 +162,6 @@ def _handler(tell: Callable[[], News]) -> type[BaseHTTPRequestHandler]:
                 self.wfile.write(raw)
 
         def log_message(self, *_: Any) -> None:
-            """Who asked for what is nobody's business."""
+            """Log no requests."""
 
     return Handler

@@ -1,4 +1,4 @@
-"""What is told of runs: read from their folders, and those that differ in their seed alone put together."""
+"""Load runs from their folders, and group those that differ in their seed alone."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -13,11 +13,11 @@ from fedcpsl.runs.folder import ALONE, Metrics, failure, is_finished, read_manif
 from fedcpsl.runs.result_tables import Confusion, read_confusion, read_device_table
 from fedcpsl.settings import AUTO
 
-MACHINE = ("executor", "slots", "processes", "store", "device", "together", "checkpoint_seconds", "keep")
+MACHINE_SETTINGS = ("executor", "slots", "processes", "store", "device", "together", "checkpoint_seconds", "keep")
 
 
 class LoadedRun(NamedTuple):
-    """One run as its folder tells it."""
+    """One run as loaded from its folder."""
 
     folder: Path
     config: Config
@@ -28,7 +28,7 @@ class LoadedRun(NamedTuple):
 
     @property
     def confusion(self) -> Confusion | None:
-        """What its models take for what, where that was counted."""
+        """Return the confusion matrices of its models, if they were counted."""
         names = self.manifest.get("class_names") or list(map(str, range(self.manifest["classes"])))
         return read_confusion(self.folder, names) if self.finished else None
 
@@ -42,16 +42,16 @@ class LoadedRun(NamedTuple):
 
     @property
     def alone(self) -> bool:
-        """Whether its devices have no server."""
+        """Return whether its devices have no server."""
         return traits_of(self.config.algorithm.name).alone
 
     @property
     def adapted_from(self) -> str:
-        """The run whose global model `fedcpsl adapt` made it from; empty where it is a run itself."""
+        """Return the run that `fedcpsl adapt` made it from; empty if it was not adapted."""
         return str(self.manifest.get("adapted_from", {}).get("run", ""))
 
 
-class Line(NamedTuple):
+class SeedGroup(NamedTuple):
     """Runs that differ in their seed alone: one curve of a chart, one row of a table."""
 
     name: str
@@ -59,35 +59,35 @@ class Line(NamedTuple):
 
 
 class RunSet(NamedTuple):
-    """All that a page tells."""
+    """All runs of a page."""
 
-    lines: list[Line]
-    references: list[LoadedRun]  # runs without a server whose devices others may be measured by
+    groups: list[SeedGroup]
+    references: list[LoadedRun]  # runs without a server, to measure gains against
     failed: dict[str, str]  # by folder, why
-    waiting: int  # runs that have no finished round yet, or have not begun
+    waiting: int  # runs that have no finished round yet, or have not started
 
     @property
     def runs(self) -> list[LoadedRun]:
-        return [run for line in self.lines for run in line.runs]
+        return [run for group in self.groups for run in group.runs]
 
     @property
     def over(self) -> bool:
-        """Whether every run is finished or has failed."""
+        """Return whether every run is finished or has failed."""
         return not self.waiting and bool(self.runs or self.failed) and all(run.finished for run in self.runs)
 
 
 def load_runs(paths: Sequence[Path]) -> RunSet:
-    """Runs, comparisons, sweeps and studies; refuses a folder that is none of these or has no finished round."""
-    story = try_load_runs(paths)
-    if not story.lines:
-        failed = next(iter(story.failed.items()), None)
+    """Load runs, comparisons, sweeps and studies; raise InputError if a folder is none of these or has no round yet."""
+    run_set = try_load_runs(paths)
+    if not run_set.groups:
+        failed = next(iter(run_set.failed.items()), None)
         why = f"failed: {failed[1]}" if failed else "has no finished round yet; watch it with `fedcpsl watch`, or wait"
         raise InputError(f"{failed[0] if failed else paths[0]}: {why}")
-    return story
+    return run_set
 
 
 def try_load_runs(paths: Sequence[Path]) -> RunSet:
-    """The same, with no lines where no round is finished yet."""
+    """Load runs; without any group if no round is finished yet."""
     found: dict[Path, LoadedRun] = {}
     failed, waiting = {}, 0
     for path in paths:
@@ -96,7 +96,7 @@ def try_load_runs(paths: Sequence[Path]) -> RunSet:
         several = len(paths) > 1 or len(known) > 1
         for folder in known:
             reason = failure(folder)
-            run = None if reason else tell(folder)
+            run = None if reason else load_run(folder)
             if reason:
                 failed[str(folder)] = reason
             elif run and run.last["round"] > 0:
@@ -107,11 +107,11 @@ def try_load_runs(paths: Sequence[Path]) -> RunSet:
                 waiting += 1
     runs = list(found.values())
     references = [run for run in runs if run.alone] + list(_references(runs))
-    return RunSet(in_lines(runs), references, failed, waiting)
+    return RunSet(group_by_seed(runs), references, failed, waiting)
 
 
-def tell(folder: Path) -> LoadedRun | None:
-    """One run, or None where it has no metrics."""
+def load_run(folder: Path) -> LoadedRun | None:
+    """Load one run; None if it has no metrics."""
     metrics = read_metrics(folder)
     if not metrics:
         return None
@@ -122,12 +122,12 @@ def tell(folder: Path) -> LoadedRun | None:
 
 
 def runs_in(path: Path) -> list[Path]:
-    """The folders of the runs in a folder: itself, or those that a comparison, a sweep or a study holds."""
+    """Return the folders of the runs in a folder: itself, or those of a comparison, a sweep or a study."""
     if is_comparison(path):
-        return [folder for folder in _planned(path) if _begun(folder)]
+        return [folder for folder in _planned(path) if _is_started(folder)]
     if (path / "runs").is_dir():
-        return [folder for folder in sorted((path / "runs").iterdir()) if _begun(folder)]
-    if not _begun(path):
+        return [folder for folder in sorted((path / "runs").iterdir()) if _is_started(folder)]
+    if not _is_started(path):
         raise InputError(
             f"{path}: {'not a run’s folder' if path.is_dir() else 'no such folder'}; give one that `fedcpsl run`, "
             "`compare`, `sweep` or `paper` made"
@@ -140,58 +140,58 @@ def _planned(comparison: Path) -> list[Path]:
     return [run_folder(comparison, case, seed) for case in plan.cases for seed in plan.seeds]
 
 
-def _begun(folder: Path) -> bool:
+def _is_started(folder: Path) -> bool:
     return (folder / "config.toml").is_file() and (folder / "manifest.json").is_file()
 
 
 def _references(runs: Sequence[LoadedRun]) -> Iterator[LoadedRun]:
-    """Finished runs without a server that lie in runs' folders, or beside them in a comparison."""
+    """Yield finished runs without a server from the runs' folders, or beside them in a comparison."""
     given = {run.folder.resolve() for run in runs}
     inside = [run.folder / ALONE for run in runs]
     beside = [f for run in runs if run.folder.parent.name == "runs" for f in run.folder.parent.glob("local-*")]
-    for folder in dict.fromkeys(f.resolve() for f in (*inside, *beside) if _begun(f)):
-        run = None if folder in given or not is_finished(folder) else tell(folder)
+    for folder in dict.fromkeys(f.resolve() for f in (*inside, *beside) if _is_started(f)):
+        run = None if folder in given or not is_finished(folder) else load_run(folder)
         if run and run.alone:
             yield run
 
 
 def alone_for(run: LoadedRun, references: Sequence[LoadedRun]) -> LoadedRun | None:
-    """A finished run of the same seed on the same split whose devices train alone: its own, or one of equal work."""
+    """Return a finished run of the same seed and split whose devices train alone: its own, or one of equal work."""
     if run.alone:
         return None
     same = (run.seed, run.manifest["split_sha256"])
     fit = [r for r in references if (r.seed, r.manifest["split_sha256"]) == same and r.finished]
     own = (run.folder / ALONE).resolve()
     inside = [r for r in fit if r.folder.resolve() == own]
-    alike = [r for r in fit if _as_much_work(r.config, run.config)]
-    return next(iter([*inside, *alike]), None)
+    equal = [r for r in fit if _is_equal_work(r.config, run.config)]
+    return next(iter([*inside, *equal]), None)
 
 
-def _as_much_work(one: Config, other: Config) -> bool:
-    """Whether two runs train the same model equally long; who is drawn is nothing to devices that train alone."""
+def _is_equal_work(one: Config, other: Config) -> bool:
+    """Return whether two runs train the same model equally long; active devices do not matter without a server."""
     return (one.model, replace(one.work, active=AUTO)) == (other.model, replace(other.work, active=AUTO))
 
 
-def in_lines(runs: Sequence[LoadedRun]) -> list[Line]:
-    """Runs with the same settings but the seed, named by what tells them from the others."""
+def group_by_seed(runs: Sequence[LoadedRun]) -> list[SeedGroup]:
+    """Group runs by their settings without the seed, named by what distinguishes them."""
     groups: dict[tuple[str, int], list[LoadedRun]] = {}
     for run in runs:
         settings = repr(_settings(run.config))
         again = sum(run.seed == other.seed for k, g in groups.items() if k[0] == settings for other in g)
-        groups.setdefault((settings, again), []).append(run)  # the same run a second time is a line of its own
+        groups.setdefault((settings, again), []).append(run)  # the same run a second time is a group of its own
     names = _names([group[0].config for group in groups.values()])
-    return [Line(name, sorted(g, key=lambda r: r.seed)) for name, g in zip(names, groups.values(), strict=True)]
+    return [SeedGroup(name, sorted(g, key=lambda r: r.seed)) for name, g in zip(names, groups.values(), strict=True)]
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """What makes results, flat: without the seed, and without where and how things were computed."""
+    """Return the settings that affect results, flat: without the seed and those of the machine."""
     flat = {f"{section}.{key}": value for section, keys in asdict(config).items() for key, value in keys.items()}
-    ignored = {"run.seed", "data.dir", *(f"run.{key}" for key in MACHINE)}
+    ignored = {"run.seed", "data.dir", *(f"run.{key}" for key in MACHINE_SETTINGS)}
     return {key: value for key, value in flat.items() if key not in ignored}
 
 
 def _names(configs: Sequence[Config]) -> list[str]:
-    """The algorithm, and the settings in which those of one algorithm differ; the data set where there are several."""
+    """Return names: the algorithm, the settings in which runs of it differ, and the data set if there are several."""
     several = len({config.data.title for config in configs}) > 1
     names = []
     for config in configs:

@@ -1,11 +1,11 @@
-"""What comes out of a study: tables beside what is in print, CSV files, a picture and a page."""
+"""The results of a study: tables beside the published figures, CSV files, a figure and a page."""
 
 import csv
 import io
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -14,22 +14,207 @@ from rich.markup import escape as escape_markup
 from rich.table import Table
 from rich.text import Text
 
+from fedcpsl.errors import InputError
 from fedcpsl.report.comparison import curve_of
 from fedcpsl.report.figures import maps, panels_of_curves, rate, trend
-from fedcpsl.report.loaded_runs import Line, RunSet, try_load_runs
+from fedcpsl.report.loaded_runs import RunSet, SeedGroup, try_load_runs
 from fedcpsl.report.page import inline_svg, page_of
-from fedcpsl.report.study_tables import Cell, Matrix, cells_of, judged, matrices, mean_gaps
-from fedcpsl.report.terminal_width import print_table
-from fedcpsl.runs.comparison import interval
-from fedcpsl.runs.folder import read_manifest, read_metrics, read_run_config
-from fedcpsl.runs.study import Study
+from fedcpsl.report.sections import render
+from fedcpsl.report.terminal import print_table
+from fedcpsl.runs.comparison import Interval, final_row, interval, no_row, reached, run_folder
+from fedcpsl.runs.folder import failure, is_finished, read_manifest, read_metrics, read_run_config
+from fedcpsl.runs.study import Line, Study, lines_of
 from fedcpsl.storage import write_whole
 
+STEPS = "Steps: local steps of all devices in a run, in thousands, times the minibatch gradients of a step."
 CURVES = ("personal", "global")
 
 
+class Cell(NamedTuple):
+    """A case of a study and the results of its runs, one per seed."""
+
+    line: Line
+    folders: list[Path]
+    runs: list[dict[str, Any]]
+
+
+class Matrix(NamedTuple):
+    """A table of a study: rows by panels."""
+
+    caption: str
+    head: list[str]
+    rows: list[list[str]]
+
+
+def cells_of(folder: Path, study: Study, dataset: str, seeds: Sequence[int]) -> list[Cell]:
+    """Return every case of a study; runs that are not finished have empty rows."""
+    reach = study.reach.get(dataset, [])
+    cells = []
+    for line in lines_of(study, dataset):
+        folders = [run_folder(folder, line.case, seed) for seed in seeds]
+        there = [is_finished(run) or failure(run) is not None for run in folders]
+        known = zip(folders, seeds, there, strict=True)
+        rows = [final_row(run, reach) if ended else no_row(run, seed, reach) for run, seed, ended in known]
+        cells.append(Cell(line, [run for run, ended in zip(folders, there, strict=True) if ended], rows))
+    if not any(cell.folders for cell in cells):
+        raise InputError(f"{folder}: no run of {study.name} is finished")
+    return cells
+
+
+def matrices(study: Study, dataset: str, cells: Sequence[Cell]) -> list[Matrix]:
+    """Return the tables, rows by panels: accuracy, the reference's lead, rounds to accuracies, worst devices."""
+    if study.shows == "map":
+        return _best_points(study, cells)
+    if study.shows == "rate":
+        return [_gaps(study, cells)]
+    first, published = study.reference, study.published.get(dataset, {})
+    by_place = {(cell.line.panel, cell.line.row): cell for cell in cells}
+
+    def accuracy(cell: Cell) -> str:
+        printed = published.get(cell.line.panel, {}).get(cell.line.row)
+        return _mean(cell, "personal") + (f" ({printed:g})" if printed is not None else "")
+
+    def lead(cell: Cell) -> str:
+        of_first = by_place[cell.line.panel, first]
+        return "the same runs" if cell.folders == of_first.folders else _lead(of_first, cell)
+
+    inside = " In brackets: the paper's figure, of one run." if published else ""
+    inside += f" {STEPS}"
+    tables = [
+        _with_steps(
+            study,
+            by_place,
+            _matrix(study, by_place, f"Personal accuracy, %, mean over devices and seeds.{inside}", accuracy),
+        )
+    ]
+    if len(study.rows) > 1:
+        caption = f"By how much {first} is ahead of each row, in points, paired by seed."
+        tables.append(_matrix(study, by_place, caption, lead, leave_out=first))
+    for k, target in enumerate(study.reach.get(dataset, [])):
+        caption = f"First round at {100 * target:g} % or more, mean over the seeds that got there."
+        tables.append(_matrix(study, by_place, caption, partial(_reached, k=k)))
+    caption = "The worst tenth of devices: their personal accuracy, %."
+    tables.append(_matrix(study, by_place, caption, lambda cell: _mean(cell, "worst_tenth")))
+    caption = "The global model on the devices' own tests, %."
+    return [*tables, _matrix(study, by_place, caption, lambda cell: _mean(cell, "global"))]
+
+
+def _matrix(
+    study: Study,
+    by_place: Mapping[tuple[str, str], Cell],
+    caption: str,
+    text: Callable[[Cell], str],
+    leave_out: str = "",
+) -> Matrix:
+    shown = [row for row in study.rows if row != leave_out]
+    rows = [[row, *(text(by_place[panel, row]) for panel in study.panels)] for row in shown]
+    return Matrix(caption, ["", *(panel or "accuracy" for panel in study.panels)], rows)
+
+
+def _with_steps(study: Study, by_place: Mapping[tuple[str, str], Cell], matrix: Matrix) -> Matrix:
+    """Return a table with a column for the steps of each row, per panel if panels differ."""
+    worked = [_steps([by_place[panel, row[0]] for panel in study.panels]) for row in matrix.rows]
+    return Matrix(
+        matrix.caption, [*matrix.head, "steps"], [[*row, w] for row, w in zip(matrix.rows, worked, strict=True)]
+    )
+
+
+def _steps(cells: Sequence[Cell]) -> str:
+    """Return the local steps of a run, mean over seeds, of each cell; times the gradients of a step if known."""
+    means = []
+    for cell in cells:
+        known = [run["steps"] for run in cell.runs if run["steps"] is not None]
+        means.append(f"{np.mean(known) / 1000:.1f}k" if known else "-")
+    shown = " / ".join(means if len(set(means)) > 1 else means[:1])
+    gradients = {run["gradients_per_step"] for cell in cells for run in cell.runs} - {None}
+    return f"{shown} x {gradients.pop()}" if len(gradients) == 1 else shown
+
+
+def _best_points(study: Study, cells: Sequence[Cell]) -> list[Matrix]:
+    """Return for every row of a map its best points."""
+    tables = []
+    for row in study.rows:
+        own = sorted((c for c in cells if c.line.row == row), key=lambda c: -score_of(c)[0])
+        keys = list(own[0].line.point)
+        rows = [
+            [*(str(c.line.point[key]) for key in keys), f"{score_of(c)[0]:.2f}", _spread(c), _steps([c])]
+            for c in own[:5]
+        ]
+        head = [*(key.partition(".")[2] for key in keys), "accuracy, %", "by seed", "steps"]
+        which = f"the best five of {len(own)} points" if len(own) > 5 else "every point, the best first"
+        tables.append(Matrix(f"{row}: {which}. {STEPS}", head, rows))
+    return tables
+
+
+def score_of(cell: Cell) -> tuple[float, str]:
+    """Return the mean accuracy that a point is judged by, %: on validation samples if there are any, else on tests."""
+    key = "validation" if any(run["validation"] is not None for run in cell.runs) else "personal"
+    values = [run[key] for run in cell.runs]
+    return (100 * float(np.mean(values)) if None not in values else float("-inf")), key
+
+
+def _spread(cell: Cell) -> str:
+    key = score_of(cell)[1]
+    return ", ".join("failed" if run[key] is None else f"{100 * run[key]:.2f}" for run in cell.runs)
+
+
+def _mean(cell: Cell, key: str) -> str:
+    """Return mean and interval over the finished seeds, and how many failed or are missing."""
+    ended = [run for run in cell.runs if run["steps"] is not None]
+    failed, absent = sum("failed" in run for run in cell.runs), len(cell.runs) - len(cell.folders)
+    notes = f" ({failed} failed)" * bool(failed) + f" ({len(cell.folders)} of {len(cell.runs)} seeds)" * bool(absent)
+    return _with_half(interval([run[key] for run in ended]), "") + notes
+
+
+def _lead(first: Cell, cell: Cell) -> str:
+    pairs = zip(first.runs, cell.runs, strict=True)
+    known = [a["personal"] - b["personal"] for a, b in pairs if None not in (a["personal"], b["personal"])]
+    return _with_half(interval(known), "+")
+
+
+def _with_half(found: Interval | None, sign: str) -> str:
+    """Return a mean in % and half of its interval."""
+    if found is None or found["mean"] is None:
+        return "-"
+    half = "" if found["half_width"] is None else f" ± {100 * found['half_width']:.2f}"
+    return f"{100 * found['mean']:{sign}.2f}{half}"
+
+
+def _reached(cell: Cell, k: int) -> str:
+    found = reached(cell.runs, k)
+    if not found["runs"]:
+        return "-"
+    some = "" if found["runs"] == len(cell.runs) else f" ({found['runs']} of {len(cell.runs)})"
+    return f"{found['rounds']:.0f}{some}"
+
+
+def mean_gaps(cell: Cell) -> list[float]:
+    """Return per run the mean optimality gap over its evaluated rounds but the last: what Theorem 1 bounds."""
+    runs = [read_metrics(folder)[:-1] for folder in cell.folders]
+    if any(m["gaps"] is None for run in runs for m in run):
+        raise InputError("a study that shows a rate needs run.gaps = true among its settings")
+    return [float(np.mean([m["gaps"]["total"] for m in run])) for run in runs]
+
+
+def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """Return a where values fall as sizes^a: the slope of a straight line through their logarithms."""
+    return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
+
+
+def _gaps(study: Study, cells: Sequence[Cell]) -> Matrix:
+    """Return mean gaps over rounds, and how fast they fall as rounds grow."""
+    rows = []
+    for row in study.rows:
+        own = [cell for cell in cells if cell.line.row == row and cell.folders]
+        means = [float(np.mean(mean_gaps(cell))) for cell in own]
+        falls = exponent([float(cell.line.panel) for cell in own], means) if len(own) > 1 else float("nan")
+        rows.append([row, *(f"{mean:.3g}" for mean in means), f"R^{falls:.2f}"])
+    caption = "The optimality gap of Theorem 1, mean over rounds and seeds, by the number of rounds R."
+    return Matrix(caption, ["", *study.panels, "falls as"], rows)
+
+
 def write_study(folder: Path, study: Study, dataset: str, seeds: Sequence[int]) -> Path:
-    """results/<study>.csv, .md, .svg and .html (and the curves behind a picture) beside the runs."""
+    """Write results/<study>.csv, .md, .svg and .html (and the curves of the figure) beside the runs."""
     cells = cells_of(folder, study, dataset, seeds)
     results = folder / "results"
     results.mkdir(exist_ok=True)
@@ -44,7 +229,7 @@ def write_study(folder: Path, study: Study, dataset: str, seeds: Sequence[int]) 
 
 
 def print_study(study: Study, dataset: str, cells: Sequence[Cell]) -> None:
-    """The tables of a study in the terminal."""
+    """Print the tables of a study."""
     console = Console()
     console.print(Text.assemble((study.title, "bold"), f", {dataset}"))
     for matrix in matrices(study, dataset, cells):
@@ -84,7 +269,7 @@ def _trends(study: Study, cells: Sequence[Cell]) -> dict[str, list[tuple[str, fl
 
 
 def _maps(cells: Sequence[Cell]) -> str:
-    """A map over the last two settings of the grid (a strip for one) for every row, panel and value of the others."""
+    """Draw a map over the last two settings of the grid for every row, panel and value of the others."""
     y, x = ["", *cells[0].line.point][-2:]
     ys, xs = (list(dict.fromkeys(cell.line.point.get(key, "") for cell in cells)) for key in (y, x))
     panels: dict[str, Any] = {}
@@ -94,13 +279,13 @@ def _maps(cells: Sequence[Cell]) -> str:
         rest = [value if isinstance(value, str) else f"{name} = {value}" for name, value in others.items()]
         title = ", ".join([cell.line.row, *([cell.line.panel] if cell.line.panel else []), *rest])
         table = panels.setdefault(title, np.full((len(ys), len(xs)), np.nan))
-        value = judged(cell)[0]
+        value = score_of(cell)[0]
         table[ys.index(point.get(y, "")), xs.index(point[x])] = value if np.isfinite(value) else np.nan
     return maps(panels, (x.partition(".")[2], list(map(str, xs))), (y.partition(".")[2], list(map(str, ys))))
 
 
 def _finals(study: Study, dataset: str, cells: Sequence[Cell]) -> str:
-    """One line per run."""
+    """Return the final metrics as CSV, one line per run."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     keys = (
@@ -126,7 +311,7 @@ def _finals(study: Study, dataset: str, cells: Sequence[Cell]) -> str:
 
 
 def _curves(cells: Sequence[Cell]) -> str:
-    """Accuracies by round, one line per run and evaluated round."""
+    """Return accuracies as CSV, one line per run and evaluated round."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(["panel", "row", "seed", "round", *CURVES])
@@ -141,7 +326,7 @@ def _curves(cells: Sequence[Cell]) -> str:
 
 
 def made_with(cells: Sequence[Cell], seeds: Sequence[int]) -> str:
-    """Seeds, versions, hardware and date of a study's runs."""
+    """Return the seeds, versions, hardware and dates of a study's runs."""
     folders = [folder for cell in cells for folder in cell.folders]
     manifests = [read_manifest(folder) for folder in folders]
     facts = {name: sorted({str(m[name]) for m in manifests}) for name in ("fedcpsl", "torch", "device_name")}
@@ -154,13 +339,13 @@ def made_with(cells: Sequence[Cell], seeds: Sequence[int]) -> str:
 
 
 def commands_of(cells: Sequence[Cell]) -> list[str]:
-    """The commands that made a study's runs, without where they wrote."""
+    """Return the commands that made a study's runs, without output folders."""
     given = [read_manifest(folder)["command"] for cell in cells for folder in cell.folders]
     return list(dict.fromkeys(" ".join(_without_out(words)) for words in given))
 
 
 def _without_out(words: Sequence[str]) -> list[str]:
-    """A command without --out and --data-dir, which say nothing to others."""
+    """Return a command without --out and --data-dir, which differ between machines."""
     kept, skip = [], False
     for word in words:
         if not skip and word not in ("--out", "--data-dir"):
@@ -182,31 +367,19 @@ def _markdown(tables: Sequence[Matrix], cells: Sequence[Cell], seeds: Sequence[i
 def _page(
     study: Study, dataset: str, tables: Sequence[Matrix], picture: str, cells: Sequence[Cell], seeds: Sequence[int]
 ) -> str:
-    sections = []
-    for matrix in tables:
-        head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in matrix.head)
-        rows = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in matrix.rows)
-        caption = escape(matrix.caption, quote=True)
-        sections.append(
-            f'<p class="say">{caption}</p><div class="wide" role="region" tabindex="0" aria-label="{caption}">'
-            f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
-        )
-    results = (
-        f'<h2>Results</h2><p class="say">{escape(made_with(cells, seeds))}</p>{"".join(sections)}'
-        f'<figure class="picture">{inline_svg(picture)}</figure>'
-    )
-    return page_of(_story(cells), f"{study.title} on {dataset}", results)
+    results = render("study", made_with=made_with(cells, seeds), tables=tables, picture=inline_svg(picture))
+    return page_of(_loaded(cells), f"{study.title} on {dataset}", results)
 
 
-def _story(cells: Sequence[Cell]) -> RunSet:
-    """The runs of a study by row and panel; what two of its places share is told once."""
-    found = try_load_runs([folder for cell in cells for folder in cell.folders])
-    by_folder = {run.folder: run for run in found.runs}
-    lines: dict[tuple[Path, ...], Line] = {}
+def _loaded(cells: Sequence[Cell]) -> RunSet:
+    """Load the runs of a study by row and panel; runs that two cells share are loaded once."""
+    run_set = try_load_runs([folder for cell in cells for folder in cell.folders])
+    by_folder = {run.folder: run for run in run_set.runs}
+    groups: dict[tuple[Path, ...], SeedGroup] = {}
     for cell in cells:
         runs = [by_folder[folder] for folder in cell.folders if folder in by_folder]
         point = [f"{key.partition('.')[2]}={value}" for key, value in cell.line.point.items()]
         name = ", ".join(word for word in (cell.line.row, cell.line.panel, *point) if word)
         if runs:
-            lines.setdefault(tuple(run.folder for run in runs), Line(name, runs))
-    return found._replace(lines=list(lines.values()))
+            groups.setdefault(tuple(run.folder for run in runs), SeedGroup(name, runs))
+    return run_set._replace(groups=list(groups.values()))

@@ -1,53 +1,53 @@
-"""What runs came to, as tables: how they ended, when they got to accuracies, how each device did."""
+"""Tables about runs: their results, rounds and bytes to accuracies, accuracy per device, per class and per round."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from fedcpsl.report.loaded_runs import Line, LoadedRun, RunSet, alone_for
+from fedcpsl.report.loaded_runs import LoadedRun, RunSet, SeedGroup, alone_for
 from fedcpsl.report.tables import Column, Table, count, percent, plain, points, seconds, size
 from fedcpsl.runs.comparison import interval, reached
 from fedcpsl.runs.folder import Metrics
-from fedcpsl.runs.result_tables import TESTS
+from fedcpsl.runs.result_tables import TESTS, Confusion, class_metrics
 
 MODELS = ("personal", "global", "localized")
 TARGETS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.98, 0.99)
 NOT_REACHED, NOT_TESTED = f"No run got to {100 * TARGETS[0]:g} %.", "No device has a test set"
-MOST_TARGETS, MOST_LISTED = 5, 40
+MAX_TARGETS, MAX_LISTED = 5, 40
 OF_PSEUDO = {"pseudo_label_accuracy": "pseudo-labels right", "pseudo_label_confidence": "their confidence"}
 
 
 def value_of(metrics: Metrics, key: str, part: str = "mean") -> float | None:
-    """A metric by its name; None where it was not logged or is no number."""
+    """Return a metric by its name; None if it was not logged or is NaN."""
     found = metrics.get(key)
     value = found.get(part) if isinstance(found, Mapping) else found
     return None if value is None else float(value)
 
 
-def over_seeds(line: Line, key: str, part: str = "mean") -> dict[str, float | None] | None:
-    """How the runs of a line ended: mean and half a 95 % interval over seeds."""
-    return interval([value_of(run.last, key, part) for run in line.runs])
+def over_seeds(group: SeedGroup, key: str, part: str = "mean") -> dict[str, float | None] | None:
+    """Return a final metric of a group: mean and half a 95 % interval over seeds."""
+    return interval([value_of(run.last, key, part) for run in group.runs])
 
 
-def summary(story: RunSet) -> Table:
-    """A row for every line."""
+def summary(run_set: RunSet) -> Table:
+    """Return the results, a row for every group of runs."""
     records: list[Mapping[str, Any]] = []
-    for line in story.lines:
-        gains = [gain for run in line.runs if (gain := gain_of(run, story)) is not None]
+    for group in run_set.groups:
+        gains = [gain for run in group.runs if (gain := gain_of(run, run_set)) is not None]
         records.append(
             {
-                "name": line.name,
-                "seeds": len(line.runs),
-                "rounds": min(run.last["round"] for run in line.runs),
-                "personal": over_seeds(line, "personal"),
-                "worst_tenth": over_seeds(line, "personal", "worst_tenth"),
-                "gain": interval(gains) if len(gains) == len(line.runs) else None,
-                **{key: over_seeds(line, key) for key in ("global", "localized", *OF_PSEUDO)},
-                "steps": (over_seeds(line, "steps") or {}).get("mean"),
-                "gradients_per_step": line.runs[0].manifest.get("gradients_per_step"),
-                "uplink_bytes": (over_seeds(line, "uplink_bytes") or {}).get("mean"),
-                "seconds": (over_seeds(line, "seconds") or {}).get("mean"),
+                "name": group.name,
+                "seeds": len(group.runs),
+                "rounds": min(run.last["round"] for run in group.runs),
+                "personal": over_seeds(group, "personal"),
+                "worst_tenth": over_seeds(group, "personal", "worst_tenth"),
+                "gain": interval(gains) if len(gains) == len(group.runs) else None,
+                **{key: over_seeds(group, key) for key in ("global", "localized", *OF_PSEUDO)},
+                "steps": (over_seeds(group, "steps") or {}).get("mean"),
+                "gradients_per_step": group.runs[0].manifest.get("gradients_per_step"),
+                "uplink_bytes": (over_seeds(group, "uplink_bytes") or {}).get("mean"),
+                "seconds": (over_seeds(group, "seconds") or {}).get("mean"),
             }
         )
     shown = [
@@ -67,23 +67,23 @@ def summary(story: RunSet) -> Table:
     ]
     always = ("name", "personal", "worst_tenth", "steps", "uplink_bytes", "seconds")
     columns = [c for c in shown if c.key in always or any(record[c.key] is not None for record in records)]
-    over = "; ± is half a 95 % interval over seeds" if any(len(line.runs) > 1 for line in story.lines) else ""
+    over = "; ± is half a 95 % interval over seeds" if any(len(group.runs) > 1 for group in run_set.groups) else ""
     caption = f"How the runs ended: accuracy on the devices’ own tests, mean over devices{over}."
     return Table("summary", caption, columns, records)
 
 
-def targets_of(story: RunSet) -> list[float]:
-    """Accuracies worth a row: the highest that some run got to."""
-    best = max((value_of(m, "personal") or 0 for run in story.runs for m in run.metrics), default=0)
-    return [target for target in TARGETS if target <= best][-MOST_TARGETS:]
+def targets_of(run_set: RunSet) -> list[float]:
+    """Return the highest target accuracies that some run reached."""
+    best = max((value_of(m, "personal") or 0 for run in run_set.runs for m in run.metrics), default=0)
+    return [target for target in TARGETS if target <= best][-MAX_TARGETS:]
 
 
-def reach(story: RunSet) -> Table:
-    """For every line and accuracy, the first round at it, and the bytes and seconds until then."""
+def reach(run_set: RunSet) -> Table:
+    """Return for every group and target accuracy its first round, and the bytes and seconds until then."""
     records: list[Mapping[str, Any]] = []
-    for line in story.lines:
-        for target in targets_of(story):
-            first = [_first(run, target) for run in line.runs]
+    for group in run_set.groups:
+        for target in targets_of(run_set):
+            first = [_first(run, target) for run in group.runs]
             rows: list[dict[str, Any]] = [
                 {"reach_rounds": [m and m["round"]], "reach_bytes": [m and m["uplink_bytes"]], "s": m and m["seconds"]}
                 for m in first
@@ -92,10 +92,10 @@ def reach(story: RunSet) -> Table:
             spent = [row["s"] for row in rows if row["s"] is not None]
             records.append(
                 {
-                    "name": line.name,
+                    "name": group.name,
                     "accuracy": target,
                     "runs": found["runs"],
-                    "of": len(line.runs),
+                    "of": len(group.runs),
                     "rounds": found["rounds"],
                     "uplink_bytes": found["uplink_bytes"],
                     "seconds": float(np.mean(spent)) if spent else None,
@@ -108,7 +108,7 @@ def reach(story: RunSet) -> Table:
         Column("uplink_bytes", "uplink", size),
         Column("seconds", "time", seconds),
     ]
-    if any(len(line.runs) > 1 for line in story.lines):
+    if any(len(group.runs) > 1 for group in run_set.groups):
         columns += [Column("runs", "runs that got there", plain), Column("of", "of", plain)]
     caption = "What it took to get to an accuracy: the mean over the runs that got there."
     return Table("reach", caption, columns, records, NOT_REACHED)
@@ -119,7 +119,7 @@ def _first(run: LoadedRun, target: float) -> Metrics | None:
 
 
 def device_records(run: LoadedRun, alone: LoadedRun | None) -> list[dict[str, Any]]:
-    """Every tested device, best first, and what it gained over training alone where that is known."""
+    """Return every tested device, best first, with its gain over training alone if that is known."""
     own = {d["device"]: float(d["personal"]) for d in alone.devices if d["personal"]} if alone else {}
     records = []
     for d in run.devices:
@@ -133,15 +133,15 @@ def device_records(run: LoadedRun, alone: LoadedRun | None) -> list[dict[str, An
     return sorted(tested, key=lambda r: -r["personal"])
 
 
-def gain_of(run: LoadedRun, story: RunSet) -> float | None:
-    """What its devices gained over training alone, on average."""
-    alone = alone_for(run, story.references)
+def gain_of(run: LoadedRun, run_set: RunSet) -> float | None:
+    """Return the mean gain of a run's devices over training alone."""
+    alone = alone_for(run, run_set.references)
     gains = [r["gain"] for r in device_records(run, alone) if r["gain"] is not None] if alone else []
     return float(np.mean(gains)) if gains else None
 
 
 def devices(run: LoadedRun, alone: LoadedRun | None, name: str) -> Table:
-    """One run's devices."""
+    """Return one run's devices."""
     columns = [Column("device", "device", plain)]
     columns += [Column(k, k.replace("_", " "), plain) for k in ("labelled", "unlabelled", "active_rounds")]
     records = device_records(run, alone)
@@ -154,30 +154,44 @@ def devices(run: LoadedRun, alone: LoadedRun | None, name: str) -> Table:
     return Table("devices", caption, columns, list(records), empty)
 
 
-def best_and_worst(records: Sequence[Mapping[str, Any]], most: int = MOST_LISTED) -> tuple[Sequence[Any], int]:
-    """The records where they are few, else the first and the last of them, and how many were left out between."""
-    left_out = len(records) - most
+def best_and_worst(records: Sequence[Mapping[str, Any]], count: int = MAX_LISTED) -> tuple[Sequence[Any], int]:
+    """Return at most `count` records, the first and the last ones, and how many between were left out."""
+    left_out = len(records) - count
     if left_out <= 0:
         return records, 0
-    return [*records[: most // 2], *records[-(most // 2) :]], left_out
+    return [*records[: count // 2], *records[-(count // 2) :]], left_out
 
 
 def shortened(table: Table) -> Table:
-    """A table of devices for people: the best and the worst of many."""
+    """Return a table of devices with the best and the worst of many."""
     listed, left_out = best_and_worst(table.records)
     more = f" {left_out:,} devices in between are left out." if left_out else ""
     return table._replace(records=list(listed), caption=table.caption + more)
 
 
-def rounds(story: RunSet) -> Table:
-    """Every evaluated round of every run."""
+def rounds(run_set: RunSet) -> Table:
+    """Return every evaluated round of every run."""
     keys = ["name", "seed", "round", *MODELS, *OF_PSEUDO, "uplink_bytes", "seconds"]
     records = [
-        {"name": line.name, "seed": run.seed, "round": m["round"]} | {k: value_of(m, k) for k in keys[3:]}
-        for line in story.lines
-        for run in line.runs
+        {"name": group.name, "seed": run.seed, "round": m["round"]} | {k: value_of(m, k) for k in keys[3:]}
+        for group in run_set.groups
+        for run in group.runs
         for m in run.metrics
     ]
     form = {"uplink_bytes": size, "seconds": seconds} | dict.fromkeys([*MODELS, *OF_PSEUDO], percent)
     columns = [Column(key, key.replace("_", " "), form.get(key, plain)) for key in keys]
     return Table("rounds", "Every evaluated round; accuracies in %, mean over devices.", columns, list(records))
+
+
+def classes(run_set: RunSet) -> list[Table]:
+    """Return of every finished run a table with a row for each tested class."""
+    known = [(group.name, run, run.confusion) for group in run_set.groups for run in group.runs if run.finished]
+    return [classes_of_run(found, f"{name}, seed {run.seed}") for name, run, found in known if found and found.counts]
+
+
+def classes_of_run(confusion: Confusion, name: str) -> Table:
+    """Return the accuracy per class of one run."""
+    columns = [Column("class", "class", str), Column("tests", "tests", plain)]
+    columns += [Column(model, f"{model}, %", percent) for model in confusion.counts]
+    records = [record for record in class_metrics(confusion)["classes"] if record["tests"]]
+    return Table("classes", f"Accuracy per class over all tests: {name}.", columns, records)

@@ -1,16 +1,16 @@
-"""The tables of a report, and how they are written: HTML, Markdown, LaTeX and CSV."""
+"""Tables of a report: how values are written, tables as Markdown, LaTeX and CSV, and which files may be overwritten."""
 
 import csv
 import io
-from collections.abc import Callable, Mapping, Sequence
-from html import escape
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedcpsl.storage import to_json
+from fedcpsl.errors import InputError
 
 
 class Column(NamedTuple):
-    """A column: its key in the records, what stands above it, and how a value is written."""
+    """A column: its key in the records, its title, and how a value is written."""
 
     key: str
     title: str
@@ -24,23 +24,24 @@ class Table(NamedTuple):
     caption: str
     columns: list[Column]
     records: list[Mapping[str, Any]]
-    empty: str = "There is nothing to list."  # said in its place where it has no records
+    empty: str = "There is nothing to list."  # in place of a table without records
 
     def rows(self) -> list[list[str]]:
         return [[column.text(record.get(column.key)) for column in self.columns] for record in self.records]
 
 
 def plain(value: Any) -> str:
+    """Return a value as text, a whole number with thousands separators; "-" for none."""
     return "-" if value is None or value == "" else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def count(value: Any) -> str:
-    """A mean of whole numbers."""
+    """Return a mean of whole numbers as text."""
     return "-" if value is None else f"{value:,.0f}"
 
 
 def percent(value: Any) -> str:
-    """A share in %; with half an interval where the value is one."""
+    """Return a share in %, with half its interval if there is one."""
     mean, half = (value.get("mean"), value.get("half_width")) if isinstance(value, Mapping) else (value, None)
     if mean is None:
         return "-"
@@ -48,7 +49,7 @@ def percent(value: Any) -> str:
 
 
 def points(value: Any) -> str:
-    """A difference of shares, in points."""
+    """Return a difference of shares in points."""
     mean, half = (value.get("mean"), value.get("half_width")) if isinstance(value, Mapping) else (value, None)
     if mean is None:
         return "-"
@@ -58,7 +59,7 @@ def points(value: Any) -> str:
 
 
 def size(value: Any) -> str:
-    """A number of bytes as people write it."""
+    """Return a number of bytes with its unit."""
     if value is None:
         return "-"
     units = ["B", "kB", "MB", "GB", "TB"]
@@ -69,7 +70,7 @@ def size(value: Any) -> str:
 
 
 def seconds(value: Any) -> str:
-    """A time as people say it."""
+    """Return a time in seconds, minutes or hours."""
     if value is None:
         return "-"
     if value < 100:
@@ -78,31 +79,8 @@ def seconds(value: Any) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def to_html(table: Table, *, label: str = "") -> str:
-    """A table that scrolls sideways where it must; a click on a heading sorts by it."""
-    head = "".join(f'<th scope="col">{escape(column.title)}</th>' for column in table.columns)
-    values = [[record.get(column.key) for column in table.columns] for record in table.records]
-    rows = "".join(_html_row(*pair) for pair in zip(table.rows(), values, strict=True))
-    named = escape(label or table.caption, quote=True)
-    return (
-        f'<div class="wide" role="region" tabindex="0" aria-label="{named}"><table class="sorts">'
-        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
-    )
-
-
-def _html_row(row: Sequence[str], values: Sequence[Any]) -> str:
-    first, *others = [f"{_order(value)}>{escape(cell)}" for cell, value in zip(row, values, strict=True)]
-    cells = "".join(f"<td{cell}</td>" for cell in others)
-    return f'<tr><th scope="row"{first}</th>{cells}</tr>'
-
-
-def _order(value: Any) -> str:
-    """The number that a cell is sorted by, where it has one: "2 h 01 min" is more than "3 min 00 s"."""
-    number = value.get("mean") if isinstance(value, Mapping) else value
-    return f' data-v="{float(number):.10g}"' if isinstance(number, int | float) else ""
-
-
 def to_markdown(table: Table) -> str:
+    """Return a Markdown table after its caption."""
     if not table.records:
         return f"{table.empty}\n"
     rule = ["---"] + ["---:"] * (len(table.columns) - 1)
@@ -116,7 +94,7 @@ LATEX |= {mark: f"\\{mark}" for mark in "&%$#_{}"}
 
 
 def to_latex(table: Table) -> str:
-    """A table for booktabs; a comment where it would be empty, which does not compile."""
+    """Return a table for booktabs; a comment if it is empty, because an empty table does not compile."""
     if not table.records:
         return f"% {table.empty}\n"
 
@@ -133,7 +111,7 @@ def to_latex(table: Table) -> str:
 
 
 def to_csv(table: Table) -> str:
-    """Plain values: shares from 0 to 1, bytes, seconds; an interval is two columns."""
+    """Return plain values: shares from 0 to 1, bytes, seconds; an interval is two columns."""
     text = io.StringIO()
     wide = [any(isinstance(r.get(c.key), Mapping) for r in table.records) for c in table.columns]
     keys = [[c.key, f"{c.key}_half_width"] if two else [c.key] for c, two in zip(table.columns, wide, strict=True)]
@@ -152,6 +130,45 @@ def to_csv(table: Table) -> str:
 WRITERS: dict[str, Callable[[Table], str]] = {"md": to_markdown, "latex": to_latex, "csv": to_csv}
 
 
-def embedded(value: Any) -> str:
-    """JSON that may stand in a script element."""
-    return to_json(value).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+GENERATOR = '<meta name="generator" content="fedcpsl'
+CAPTIONS = (
+    "How the runs ended: accuracy on the devices’ own tests",
+    "What it took to get to an accuracy: the mean over",
+    "Accuracy per device, best first: ",
+    "Every evaluated round; accuracies in %",
+    r"Every evaluated round; accuracies in \%",
+)
+EMPTY = ("No run got to 50 %.", "No device has a test set: ")
+HEADS = (
+    "name,seeds,rounds,personal",
+    "name,accuracy,rounds,uplink_bytes,seconds",
+    "name,seed,round,personal,global,",
+    "device,labelled,unlabelled,active_rounds",
+)
+FIRST_WORDS = {  # of files of a format, by which reports are recognised
+    "md": (*CAPTIONS, *EMPTY),
+    "latex": (
+        *(f"\\begin{{table}}\n  \\centering\n  \\caption{{{caption}" for caption in CAPTIONS),
+        *(f"% {words}" for words in EMPTY),
+    ),
+    "csv": HEADS,
+}
+
+
+def check_target(out: Path, form: str) -> None:
+    """Raise InputError if `out` cannot be written, or is an existing file that is not a report."""
+    if out.is_dir():
+        raise InputError(f"{out}: is a folder; give --out a file, for example {out / 'report.html'}")
+    if out.exists() and not (out.is_file() and _is_report(out, form)):
+        raise InputError(f"{out}: exists and is no report; give another --out")
+    if not out.parent.is_dir():
+        raise InputError(f"{out.parent}: no such folder; make it, or give another --out")
+
+
+def _is_report(path: Path, form: str) -> bool:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            beginning = file.read(2000)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); give another --out") from error
+    return GENERATOR in beginning if form == "html" else beginning.startswith(FIRST_WORDS[form])

@@ -1,4 +1,4 @@
-"""What came out, in plain words: do personal models pay, by how much, for how many, and what to do if not."""
+"""Conclusions in plain words: are personal models better, by how much, for how many devices, and what to do if not."""
 
 from collections.abc import Mapping, Sequence
 from math import sqrt
@@ -12,60 +12,64 @@ from fedcpsl.runs.result_tables import read_device_table
 LEVEL = 0.975  # of a two-sided interval of 95 %
 Pairs = Sequence[tuple[float, float]]  # two accuracies of each device
 Case = Mapping[str, Any]
+BETTER, EQUAL, WORSE = "is better than", "is not significantly different from", "is worse than"
 USE_GLOBAL = "use the global model (--device global), or give it more weight with a smaller --beta"
 TRAIN_ALONE = "a federation does not pay for these devices: train each alone"
 
 
 def as_sentence(text: str) -> str:
-    """With a capital letter and a full stop; names of algorithms stay as they are."""
+    """Return a text with a capital letter and a full stop; names of algorithms stay as they are."""
     return f"{text[:1].upper() if text.startswith(('the ', 'whether ', 'one ', 'use ')) else text[:1]}{text[1:]}."
 
 
-def of_run(folder: Path, final: Mapping[str, object]) -> list[str]:
-    """The verdicts of a run that has come to its end, and how to get those that are missing; none before."""
+def run_verdicts(folder: Path, final: Mapping[str, object]) -> list[str]:
+    """Return the verdicts of a finished run, and how to get those that are missing."""
     if not final["finished"]:
         return []
     served = final["global"] is not None and "adapted_from" not in read_manifest(folder)
     missing = served and not (folder / "alone" / "devices.csv").exists()
-    ask = f"whether devices would do as well alone is not known: fedcpsl report {folder} --alone tells"
+    ask = f"whether devices would do as well alone is not known: run fedcpsl report {folder} --alone"
     return [*verdicts(folder), *[ask] * missing]
 
 
 def verdicts(folder: Path) -> list[str]:
-    """Of a finished run: its personal models beside the global one, and beside devices that were trained alone."""
+    """Compare the personal models of a finished run with the global one, and with devices trained alone."""
     devices = read_device_table(folder / "devices.csv")
-    found = [verdict("the personal models", "the global one", [_beside_global(devices)], USE_GLOBAL)]
+    found = [verdict("the personal models", "the global one", [_pairs_with_global(devices)], USE_GLOBAL)]
     path = folder / "alone" / "devices.csv"
     if path.exists():
-        pairs = _beside_alone(devices, read_device_table(path))
+        pairs = _pairs_with_alone(devices, read_device_table(path))
         found.append(verdict("the personal models", "devices trained alone", [pairs], TRAIN_ALONE))
     return [text for text in found if text]
 
 
-def of_comparison(summary: Mapping[str, Any]) -> list[str]:
-    """Of a finished comparison or sweep: the first algorithm, or the best settings, beside the others."""
+def comparison_verdicts(summary: Mapping[str, Any]) -> list[str]:
+    """Compare the first algorithm of a comparison, or the best settings of a sweep, with the others."""
     cases = [case for case in summary["cases"] if case["personal"]]
     if not cases or cases[0] is not summary["cases"][0]:
-        return []  # the first one failed, or nobody has tests
+        return []  # the first one failed, or no device has tests
     if summary["kind"] == "sweep":
-        first = max(cases, key=lambda case: judged(case)["mean"])
+        first = max(cases, key=lambda case: score_of(case)["mean"])
         found = [_best_of_sweep(first, cases)]
     else:
         first = cases[0]
-        found = _beside_others(first, cases[1:])
+        found = _compare_with_others(first, cases[1:])
     tables = _device_tables(first)
     found.append(
         verdict(
-            f"the personal models of {first['name']}", "its global one", list(map(_beside_global, tables)), USE_GLOBAL
+            f"the personal models of {first['name']}",
+            "its global one",
+            list(map(_pairs_with_global, tables)),
+            USE_GLOBAL,
         )
     )
     if summary["kind"] == "compare" and not _is_alone(first):
-        found.append(_beside_devices_alone(first, tables, cases))
+        found.append(_compare_with_alone(first, tables, cases))
     return [text for text in found if text]
 
 
-def judged(case: Case) -> Mapping[str, float]:
-    """What a case is chosen by: validation samples where there are some, else the tests."""
+def score_of(case: Case) -> Mapping[str, float]:
+    """Return the accuracy that a case is chosen by: on validation samples if there are any, else on the tests."""
     value: Mapping[str, float] = case["validation"] or case["personal"]
     return value
 
@@ -74,32 +78,32 @@ def _is_alone(case: Case) -> bool:
     return case["global"] is None  # no server, so no model of its own
 
 
-def _beside_others(first: Case, others: Sequence[Case]) -> list[str]:
-    """Whom the first algorithm beats, whom it cannot be told from, and who beats it."""
-    kinds: dict[str, list[str]] = {"is better than": [], "cannot be told from": [], "is worse than": []}
+def _compare_with_others(first: Case, others: Sequence[Case]) -> list[str]:
+    """Say which algorithms the first one beats, which beat it, and which are not significantly different."""
+    kinds: dict[str, list[str]] = {BETTER: [], EQUAL: [], WORSE: []}
     best = first
     for case in others:
         lead, half = -case["difference"]["mean"], case["difference"]["half_width"]
         if half is None:
             continue
-        kind = "is better than" if lead - half > 0 else "is worse than" if lead + half < 0 else "cannot be told from"
+        kind = BETTER if lead - half > 0 else WORSE if lead + half < 0 else EQUAL
         short = f"{100 * lead:+.1f}, {100 * (lead - half):+.1f} to {100 * (lead + half):+.1f}"
         full = f"{100 * lead:+.1f} points, {_interval(100 * lead, 100 * half)}"
         kinds[kind].append(f"{case['name']} ({short if kinds[kind] else full})")
-        if kind == "is worse than" and case["personal"]["mean"] > best["personal"]["mean"]:
+        if kind == WORSE and case["personal"]["mean"] > best["personal"]["mean"]:
             best = case
     if others and not any(kinds.values()):
-        return ["one seed cannot tell algorithms apart: give --seeds 5"]
+        return ["one seed is not enough to compare algorithms: give --seeds 5"]
     lines = [f"{first['name']} {kind} {', '.join(names)}" for kind, names in kinds.items() if names]
     return [*lines, f"use {best['name']} on data like this"] if best is not first else lines
 
 
-def _beside_devices_alone(first: Case, tables: Sequence[list[dict[str, str]]], cases: Sequence[Case]) -> str:
+def _compare_with_alone(first: Case, tables: Sequence[list[dict[str, str]]], cases: Sequence[Case]) -> str:
     alone = [case for case in cases if _is_alone(case)]
     if not alone:
-        return "whether a federation pays is not known: have local among --algorithms, devices that train alone"
+        return "whether a federation pays is not known: add local to --algorithms, devices that train alone"
     best = max(alone, key=lambda case: case["personal"]["mean"])
-    pairs = [_beside_alone(*both) for both in zip(tables, _device_tables(best), strict=True)]
+    pairs = [_pairs_with_alone(*both) for both in zip(tables, _device_tables(best), strict=True)]
     return verdict(
         f"the personal models of {first['name']}", f"devices trained alone ({best['name']})", pairs, TRAIN_ALONE
     )
@@ -108,17 +112,17 @@ def _beside_devices_alone(first: Case, tables: Sequence[list[dict[str, str]]], c
 def _best_of_sweep(best: Case, cases: Sequence[Case]) -> str:
     key = "validation" if best["validation"] else "personal"
     by = "validation samples" if best["validation"] else "the test sets"
-    of = judged(best)
+    of = score_of(best)
     text = f"the best of {len(cases)} by {by}: {best['name']}, {100 * of['mean']:.2f} %"
     if best["validation"]:
         text += f" ({100 * best['personal']['mean']:.2f} % on the tests)"
-    level = [case["name"] for case in cases if case is not best and not _is_ahead(best, case, key)]
+    equal = [case["name"] for case in cases if case is not best and not _is_ahead(best, case, key)]
     if len(best["runs"]) < 2:
-        return f"{text}; one seed cannot tell settings apart: give --seeds 3"
-    if not level:
-        return f"{text}; it is ahead of every other by more than chance"
-    some = ", ".join(level[:3]) + f" and {len(level) - 3} more" * (len(level) > 3)
-    return f"{text}; these cannot be told from it: {some}"
+        return f"{text}; one seed is not enough to compare settings: give --seeds 3"
+    if not equal:
+        return f"{text}; it is significantly better than every other"
+    some = ", ".join(equal[:3]) + f" and {len(equal) - 3} more" * (len(equal) > 3)
+    return f"{text}; these are not significantly different: {some}"
 
 
 def _is_ahead(best: Case, case: Case, key: str) -> bool:
@@ -131,11 +135,11 @@ def _device_tables(case: Case) -> list[list[dict[str, str]]]:
     return [read_device_table(Path(run["run"]) / "devices.csv") for run in case["runs"]]
 
 
-def _beside_global(devices: Sequence[Mapping[str, str]]) -> Pairs:
+def _pairs_with_global(devices: Sequence[Mapping[str, str]]) -> Pairs:
     return [(float(row["personal"]), float(row["global"])) for row in devices if row["personal"] and row["global"]]
 
 
-def _beside_alone(devices: Sequence[Mapping[str, str]], alone: Sequence[Mapping[str, str]]) -> Pairs:
+def _pairs_with_alone(devices: Sequence[Mapping[str, str]], alone: Sequence[Mapping[str, str]]) -> Pairs:
     own = {row["name"]: row["personal"] for row in alone}
     return [
         (float(row["personal"]), float(own[row["name"]])) for row in devices if row["personal"] and own.get(row["name"])
@@ -143,9 +147,9 @@ def _beside_alone(devices: Sequence[Mapping[str, str]], alone: Sequence[Mapping[
 
 
 def verdict(one: str, other: str, groups: Sequence[Pairs], advice: str) -> str:
-    """Which of two is better, paired, and whether that is more than chance; nothing where they are one.
+    """Say which of two is better, paired, and whether that is significant; nothing if they are equal everywhere.
 
-    The interval is over devices where there is one group, a seed's, and over seeds where there are several.
+    The interval is over devices of one group (of one seed), and over seeds of several groups.
     """
     each = [[100 * (a - b) for a, b in pairs] for pairs in groups if pairs]
     devices = [difference for seed in each for difference in seed]
@@ -155,15 +159,15 @@ def verdict(one: str, other: str, groups: Sequence[Pairs], advice: str) -> str:
     count, mean = len(devices), fmean(samples)
     on = f"better on {sum(d > 0 for d in devices)} of {count} devices, worse on {sum(d < 0 for d in devices)}"
     if len(samples) < 2:
-        return f"{one} and {other}: {mean:+.1f} points on one device; one device cannot tell more"
+        return f"{one} and {other}: {mean:+.1f} points on one device; one device is not enough for an interval"
     half = half_width(samples)
     over = f"{len(samples)} {'seeds' if len(each) > 1 else 'devices'}"
-    told = f"{mean:+.1f} points over {over} ({_interval(mean, half)}), {on}"
+    facts = f"{mean:+.1f} points over {over} ({_interval(mean, half)}), {on}"
     if mean - half > 0:
-        return f"{one} are better than {other}: {told}"
+        return f"{one} are better than {other}: {facts}"
     if mean + half < 0:
-        return f"{one} are worse than {other}: {told}; {advice}"
-    return f"{one} and {other} cannot be told apart: {told}"
+        return f"{one} are worse than {other}: {facts}; {advice}"
+    return f"{one} and {other} are not significantly different: {facts}"
 
 
 def _interval(mean: float, half: float) -> str:
@@ -171,7 +175,7 @@ def _interval(mean: float, half: float) -> str:
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Of the mean's 95 % interval, by Student's t."""
+    """Return half the 95 % interval of a mean, by Student's t."""
     from scipy.stats import t
 
     return float(t.ppf(LEVEL, len(values) - 1)) * stdev(values) / sqrt(len(values))

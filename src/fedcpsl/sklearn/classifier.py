@@ -1,4 +1,4 @@
-"""The estimator: scikit-learn's side of it; what is learnt is in `learning`."""
+"""The scikit-learn estimator; training and prediction are in `learning`."""
 
 import sys
 import warnings
@@ -24,8 +24,8 @@ from fedcpsl.sklearn.targets import device_names, known_labels, places, refuse_t
 
 SEEDS = 2**31 - 1
 NO_DEVICE = (
-    'the global model answers, for the samples\' devices were not given: give device=, or device="global" to say that '
-    "it is meant. A search or a cross-validation passes it on after sklearn.set_config(enable_metadata_routing=True) "
+    'the global model predicts, because the samples\' devices were not given: give device=, or device="global" to '
+    "silence this. A search or a cross-validation passes it on after sklearn.set_config(enable_metadata_routing=True) "
     "with estimator.set_fit_request(device=True).set_predict_request(device=True)"
     ".set_predict_proba_request(device=True).set_score_request(device=True)"
 )
@@ -34,8 +34,8 @@ NO_DEVICE = (
 class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     """A classifier from few labels, with a model for every device (person, site, machine) and one for all.
 
-    In `y`, -1 or a missing value (for text also "-1" or "") means unlabelled; anything else is a class. `device` says
-    who holds each sample; without it there is one device, 0. What is `auto` is decided as on the command line.
+    In `y`, -1 or a missing value (for text also "-1" or "") means unlabelled; anything else is a class. `device` is
+    the device of each sample; without it there is one device, 0. What is `auto` is decided as on the command line.
 
     :param algorithm: `fedcpsl`, or a baseline by name: `apfl`, `fedavg`, `local` and others.
     :param model: a network by name, `package.module:function`, or a function of (input shape, classes).
@@ -53,7 +53,7 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     :param alpha_r: weight of the regulariser of pseudo-labels.
     :param standardise: whether features are shifted and scaled to mean 0 and deviation 1.
     :param input_shape: of one sample, where rows are flattened images or signals: (1, 28, 28).
-    :param unseen: what is said of a device that was not there at fit: `error`, or `global`: the global model answers.
+    :param unseen: for a device that was not in `fit`: `error`, or `global`: the global model predicts.
     :param compute: where to train: `cpu`, `cuda`, `mps`; `auto`: cuda where there is one.
     :param processes: that share a round's devices; 1 leaves the cores to a search's `n_jobs`.
     :param settings: any other settings by name, such as `{"work.unit": "hlu"}`.
@@ -139,22 +139,22 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return self
 
     def predict_proba(self, X: Any, device: Any = None) -> NDArray[np.float64]:
-        """The probability of every class, by the models of the samples' devices.
+        """Return the probability of every class, by the models of the samples' devices.
 
-        `device` is one per sample; "global" asks the global model. So does leaving it out, with a warning where
+        `device` is one per sample, or "global" for the global model, which is also the default, with a warning if
         devices have models of their own.
         """
         check_is_fitted(self)
         x = validate_data(self, X, reset=False, dtype="numeric", order="C")
-        return probabilities(self.learnt_, x, self._who_answers(device, len(x)))
+        return probabilities(self.learnt_, x, self._predicting_devices(device, len(x)))
 
     def predict(self, X: Any, device: Any = None) -> NDArray[Any]:
-        """The likeliest class of every sample."""
+        """Return the likeliest class of every sample."""
         probable = self.predict_proba(X, device)
         return self.classes_[probable.argmax(1)]
 
     def score(self, X: Any, y: Any, sample_weight: Any = None, device: Any = None) -> float:
-        """Accuracy over the samples that have a label."""
+        """Return the accuracy over the samples that have a label."""
         predicted = self.predict(X, device)
         known, labels = known_labels(column_or_1d(with_marks(y)))
         if len(known) != len(predicted):
@@ -165,10 +165,10 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return float(accuracy_score(labels, predicted[known], sample_weight=weight))
 
     def class_report(self, X: Any, y: Any, device: Any = None) -> dict[str, Any]:
-        """Accuracy, macro-F1, accuracy per class and the confusion matrix over the samples that have a label.
+        """Return accuracy, macro-F1, accuracy per class and the confusion matrix over the samples that have a label.
 
         Rows of `confusion` are the classes, columns the predictions, both in the order of `classes_`; a label that was
-        not there at fit counts as wrong and has no row, and a class without samples has no accuracy (NaN). With a
+        not in `fit` counts as wrong and has no row, and a class without samples has no accuracy (NaN). With a
         device per sample, `devices` has the accuracy and the number of samples of each.
         """
         predicted = self.predict(X, device)
@@ -190,7 +190,7 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return report
 
     def _config(self, devices: int) -> Config:
-        """The library's settings, checked."""
+        """Return the library's settings, checked."""
         active = _plain(self.active)
         normalise = _plain(self.standardise)
         if not isinstance(normalise, bool):
@@ -230,15 +230,15 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return int(check_random_state(self.random_state).randint(SEEDS))
 
     def _shaped(self, x: NDArray[Any]) -> NDArray[Any]:
-        """Rows as samples of the shape that a model is given."""
+        """Return rows as samples of the model's input shape."""
         if self.input_shape is None:
             return x
         if prod(self.input_shape) != x.shape[1]:
             raise ValueError(f"input_shape = {tuple(self.input_shape)}: does not fit rows of {x.shape[1]} numbers")
         return x.reshape(-1, *self.input_shape)
 
-    def _who_answers(self, device: Any, samples: int) -> NDArray[np.int64]:
-        """The place of every sample's device whose own model answers; -1: the global model does."""
+    def _predicting_devices(self, device: Any, samples: int) -> NDArray[np.int64]:
+        """Return the index of the device whose model predicts each sample; -1: the global model."""
         alone = self.learnt_.general is None
         if isinstance(device, str):
             if device != "global" or alone:
@@ -250,7 +250,7 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if device is None and (not alone or len(self.devices_) == 1):
             return np.full(samples, 0 if alone else -1, np.int64)
         if device is None:
-            raise ValueError(f"{self.learnt_.settings.name} has no global model: say whose model answers, with device=")
+            raise ValueError(f"{self.learnt_.settings.name} has no global model: give the samples' devices, device=")
         names = device_names(device, samples)
         owner = places(names, self.devices_)
         if alone or self.unseen != "global":
@@ -259,7 +259,7 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
 
 def _warn_the_caller(text: str) -> None:
-    """Point at the line that called a method of the classifier, through however many others of its methods."""
+    """Warn with the line of the user's code that called the classifier."""
     frame, level = sys._getframe(1), 2
     while frame.f_back and frame.f_back.f_code.co_filename == __file__:
         frame, level = frame.f_back, level + 1
@@ -267,17 +267,17 @@ def _warn_the_caller(text: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A number of Python's where it is one of NumPy's, a list where it is an array or a tuple."""
+    """Return Python's number for NumPy's, and a list for an array or a tuple."""
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else _listed(value)
 
 
 def _listed(value: Any) -> Any:
-    return [_plain(each) for each in value] if isinstance(value, tuple | list) else value
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 @contextmanager
 def _value_errors() -> Iterator[None]:
-    """What is wrong with settings and samples, as scikit-learn expects to be told."""
+    """Raise InputError as ValueError, as scikit-learn expects."""
     try:
         yield
     except InputError as error:
@@ -287,7 +287,7 @@ def _value_errors() -> Iterator[None]:
 def _warn_of_idle(learnt: Learnt, devices: NDArray[Any]) -> None:
     idle = devices[~learnt.trained].tolist() if learnt.own is not None else []
     if idle:
-        meanwhile = "their models are as they began" if learnt.general is None else "the global model answers for them"
+        meanwhile = "their models are untrained" if learnt.general is None else "the global model predicts for them"
         warnings.warn(
             f"{len(idle)} of {len(devices)} devices never trained (such as {idle[0]!r}): {meanwhile}; "
             "give more rounds or active devices, or labels where the algorithm uses nothing else",

@@ -1,4 +1,4 @@
-"""From samples and settings to models as plain arrays, and from those to probabilities."""
+"""Train models from samples and settings, as plain arrays, and predict probabilities with them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ MakeModel = Callable[[tuple[int, ...], int], nn.Module]
 
 
 class Learnt(NamedTuple):
-    """All that predictions are made of, as arrays and plain values."""
+    """All that predictions need, as arrays and plain values."""
 
     settings: Any  # of the algorithm
     work: Work
@@ -41,7 +41,7 @@ class Learnt(NamedTuple):
     hidden: list[int]
     shape: tuple[int, ...]  # of one input
     classes: int
-    fixed: dict[str, NDArray[Any]]  # what the network has beside theta
+    fixed: dict[str, NDArray[Any]]  # parameters and buffers of the network that are not trained
     general: NDArray[Any] | None  # [parameters]; None where there is no server
     own: NDArray[Any] | None  # [devices, parameters]; None where devices have no models of their own
     trained: NDArray[np.bool_]  # [devices]
@@ -57,7 +57,7 @@ def learn(
     owner: NDArray[np.int64],
     names: tuple[str, ...],
 ) -> Learnt:
-    """Simulate all rounds; nothing is written and no sample is held back."""
+    """Simulate all rounds; nothing is written and no sample is held out."""
     scaling = fit_scaling(x, np.arange(len(x))) if config.data.normalise != "none" else None
     pieces = [_inputs(x[i : i + ROWS_AT_ONCE], scaling).float() for i in range(0, len(x), ROWS_AT_ONCE)]
     source = array_source(torch.cat(pieces).numpy(), y, owner)._replace(names=names)
@@ -93,14 +93,14 @@ def learn(
 
 @torch.no_grad()
 def probabilities(learnt: Learnt, x: NDArray[Any], owner: NDArray[np.int64]) -> NDArray[np.float64]:
-    """What the personal model of every sample's device says of it; the global model where that is -1."""
+    """Return the probabilities by the personal model of every sample's device, or by the global model for -1."""
     found = _resolved(learnt)
-    answers = np.empty((len(x), learnt.classes))
+    predictions = np.empty((len(x), learnt.classes))
     for first in range(0, len(x), ROWS_AT_ONCE):
         some = slice(first, first + ROWS_AT_ONCE)
         inputs = _inputs(x[some].reshape(-1, *learnt.shape), learnt.scaling)
-        answers[some] = _log_predictions(learnt, found, inputs, owner[some]).exp().numpy()
-    return answers
+        predictions[some] = _log_predictions(learnt, found, inputs, owner[some]).exp().numpy()
+    return predictions
 
 
 def _log_predictions(learnt: Learnt, found: Resolved, x: Tensor, owner: NDArray[np.int64]) -> Tensor:
@@ -119,22 +119,22 @@ def _log_predictions(learnt: Learnt, found: Resolved, x: Tensor, owner: NDArray[
     numbers, _ = numbers_of(found.algorithm, method, learnt.settings, unknown_sizes(len(learnt.own)))
     hyper = found.algorithm.Hyper(*_tensor(numbers[:, owner[mine]]))  # every sample a slot of its own
     each = None if general is None else general[mine][:, None]
-    answers = found.algorithm.predict(method, hyper, each, localized[mine][:, None])[:, 0]
+    personal = found.algorithm.predict(method, hyper, each, localized[mine][:, None])[:, 0]
     if general is None:
-        return answers
-    general[mine] = answers
+        return personal
+    general[mine] = personal
     return general
 
 
 @contextmanager
 def _own_randomness() -> Iterator[None]:
-    """PyTorch's random numbers are left as they were; one thread at a time, for all threads draw from the same."""
+    """Restore PyTorch's random state afterwards; locked, because all threads share it."""
     with _RANDOMNESS, torch.random.fork_rng(devices=[]):
         yield
 
 
 def _last(setup: Setup) -> State:
-    """The end of all rounds. One process is one core; the others are a search's, and small steps gain little."""
+    """Return the state after all rounds, with one thread: other cores are left to a search's jobs."""
     with one_thread():
         for state in simulate(setup):
             last = state
@@ -142,14 +142,14 @@ def _last(setup: Setup) -> State:
 
 
 def _have_trained(state: State) -> NDArray[np.bool_]:
-    """The devices that have been active, or in personal rounds all that hold samples which the algorithm uses."""
+    """Return which devices have trained: active ones; in personal rounds all with samples that the algorithm uses."""
     setup = state.setup
     usable = setup.sizes.labelled + setup.method.traits.unlabelled * setup.sizes.unlabelled
     return (state.active_rounds > 0) | (setup.personal_rounds > 0) & (usable > 0)
 
 
 def _resolved(learnt: Learnt) -> Resolved:
-    """The algorithm as far as predictions need it; in float64, so that who else is asked about changes no answer."""
+    """Return the algorithm for predictions; in float64, so that a prediction does not depend on the other samples."""
     with _own_randomness():
         module = _module(learnt.model, learnt.hidden, learnt.shape, learnt.classes)
         fixed = {name: torch.from_numpy(np.asarray(t)) for name, t in learnt.fixed.items()}
@@ -162,15 +162,15 @@ def _module(model: str | MakeModel, hidden: list[int], shape: tuple[int, ...], c
     if isinstance(model, str):
         return make_model(model, hidden, shape, classes)
     if isinstance(model, nn.Module):
-        raise InputError("model: is a network already made; give a function of (input shape, classes) that makes it")
+        raise InputError("model: is a network; give a function of (input shape, classes) that returns it")
     module = model(shape, classes)
     if not isinstance(module, nn.Module):
-        raise InputError(f"model: gave a {type(module).__name__} where an nn.Module is needed")
+        raise InputError(f"model: returned a {type(module).__name__} where an nn.Module is needed")
     return module
 
 
 def _inputs(x: NDArray[Any], scaling: Scaling | None) -> Tensor:
-    """Samples as a network is given them."""
+    """Return samples as inputs of the network."""
     given = _tensor(x)
     return given if scaling is None else normalise(given, *map(_tensor, scaling))
 

@@ -1,4 +1,4 @@
-"""A device's personal model as one module, and that as a program that needs no fedcpsl."""
+"""A device's personal model as one PyTorch module, and as a program that does not need fedcpsl."""
 
 import logging
 import warnings
@@ -20,15 +20,15 @@ from fedcpsl.errors import InputError
 
 EXTRA = "needs onnx, onnxscript and onnxruntime; pip install 'fedcpsl[onnx]'"
 OPSET = 18  # what PyTorch exports natively; runtimes know it since 2023
-EXAMPLES = 3  # any number but 0 and 1, which programs may treat as special
+EXAMPLES = 3  # not 0 or 1, which torch.export may specialise on
 
 
-Predict = Callable[[Any, Tensor | None, Tensor | None], Tensor]  # from numbers and the two models' log h
+PredictFromModels = Callable[[Any, Tensor | None, Tensor | None], Tensor]  # from numbers and the two models' log h
 
 
 class PersonalModel(nn.Module):
-    """A device's answer to raw samples, x = (samples - shift) / scale: what the algorithm predicts from h(x) of the
-    general model and of the device's own, or of the one that there is.
+    """Predicts from raw samples, x = (samples - shift) / scale: the algorithm's `predict` of h(x) of the general model
+    and of the device's own, or of the only one.
     """
 
     shift: Tensor
@@ -36,7 +36,7 @@ class PersonalModel(nn.Module):
 
     def __init__(
         self,
-        predict: Predict,
+        predict: PredictFromModels,
         general: nn.Module | None,
         localized: nn.Module | None,
         numbers: Mapping[str, float],
@@ -60,18 +60,18 @@ class PersonalModel(nn.Module):
         return None if network is None else torch.log_softmax(network(x), -1)
 
 
-def predict_of(algorithm: Algorithm, method: Method) -> Predict:
-    """The algorithm's `predict` for a module to call."""
+def predict_of(algorithm: Algorithm, method: Method) -> PredictFromModels:
+    """Return the algorithm's `predict` with its method bound."""
     return partial(algorithm.predict, method)
 
 
 def numbers_for(algorithm: Algorithm, hyper: Any) -> dict[str, float]:
-    """Those of the algorithm's numbers that its `predict` needs."""
+    """Return the algorithm's numbers that its `predict` needs."""
     return {name: float(getattr(hyper, name)) for name in optional(algorithm, "PREDICTS_WITH") or ()}
 
 
 def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of a module with other parameters and buffers, given by name; those not given stay."""
+    """Return a copy of a module with the given parameters and buffers replaced, by name."""
     copy = deepcopy(module)
     try:
         unknown = copy.load_state_dict(dict(tensors), strict=False).unexpected_keys
@@ -83,13 +83,13 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
 
 
 def program_of(model: PersonalModel, shape: tuple[int, ...]) -> torch.export.ExportedProgram:
-    """The model as PyTorch's program, for any number of samples; it names no file of this machine."""
+    """Export the model as a PyTorch program for any number of samples, without file names of this machine."""
     example = torch.zeros(EXAMPLES, *shape)
     with _quietly():
         try:
             any_number = ({0: torch.export.Dim("samples")},)
             program = torch.export.export(model, (example,), dynamic_shapes=any_number, strict=False)
-        except Exception as error:  # whatever another's module may do
+        except Exception as error:  # custom modules may raise anything
             raise InputError(
                 f"the model cannot be exported as a program: {_first_line(error)}; its forward must be plain PyTorch "
                 "for any number of samples (--format safetensors saves its weights as they are)"
@@ -101,7 +101,7 @@ def program_of(model: PersonalModel, shape: tuple[int, ...]) -> torch.export.Exp
 
 
 def onnx_of(program: torch.export.ExportedProgram) -> bytes:
-    """The program as an ONNX graph: `samples` in, `probabilities` out."""
+    """Return the program as an ONNX graph: input `samples`, output `probabilities`."""
     with _quietly():
         try:
             import onnx  # noqa: F401
@@ -109,7 +109,7 @@ def onnx_of(program: torch.export.ExportedProgram) -> bytes:
         except ImportError:
             raise InputError(f"--format onnx: {EXTRA}") from None
         try:
-            made = torch.onnx.export(
+            exported = torch.onnx.export(
                 program,
                 dynamo=True,
                 verbose=False,
@@ -122,12 +122,12 @@ def onnx_of(program: torch.export.ExportedProgram) -> bytes:
             raise InputError(
                 f"the model cannot be written as ONNX: {_first_line(error)}; --format torch may do"
             ) from error
-    assert made is not None
-    return _plain(made.model_proto)
+    assert exported is not None
+    return _without_metadata(exported.model_proto)
 
 
-def _plain(model: Any) -> bytes:
-    """The graph without what only says where and how it was made."""
+def _without_metadata(model: Any) -> bytes:
+    """Serialise the graph without metadata about where and how it was exported."""
     del model.metadata_props[:], model.graph.metadata_props[:], model.graph.value_info[:]
     model.doc_string = ""
     for part in (*model.graph.node, *model.graph.initializer, *model.graph.input, *model.graph.output):
@@ -146,7 +146,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """PyTorch's exporters speak of packages that nobody needs here, and print graphs; errors are raised as well."""
+    """Suppress the log, warnings and output of PyTorch's exporters; errors are raised anyway."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
