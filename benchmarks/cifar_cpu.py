@@ -121,7 +121,7 @@ def ours(processes: int | str) -> Callable[[int], float]:
     federation = Federation.from_arrays(x, np.where(unlabelled, -1, y), owner, normalise=False)
     algorithm = Algorithm(eta=ETA, gamma=GAMMA, beta=BETA, alpha_p=ALPHA_P, alpha_r=ALPHA_R)
     setup = prepare(federation, cnn((3, 32, 32), 10), algorithm, Work(active=DEVICES), Run(processes=processes))
-    layout = tuning.Layout(setup.executor, setup.slots, setup.processes)
+    layout = tuning.Layout(setup.machine.executor, setup.machine.slots, setup.machine.processes)
 
     def measure(steps: int) -> float:
         return min(1 / tuning.device_steps_per_second(setup, layout, steps * 0.15) for _ in range(2))

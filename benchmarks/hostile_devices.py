@@ -75,7 +75,7 @@ def federate(aggregation: str, hostile: int, times: float, seed: int, folder: Pa
     )
     devices = {
         name: Participant(terms_of(setup, i), local_data_of(setup, i), folder / name)
-        for i, name in enumerate(setup.names)
+        for i, name in enumerate(setup.terms.names)
     }
     bad = frozenset(list(devices)[:hostile])
     rules = RoundRules(ROUNDS, seed, deadline=60.0, min_devices=DEVICES, limits=Limits(aggregation=rule))
@@ -114,7 +114,7 @@ def honest_spread(seed: int, data: Data, work: Work) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         devices = {
             name: Participant(terms_of(setup, i), local_data_of(setup, i), Path(folder) / name)
-            for i, name in enumerate(setup.names)
+            for i, name in enumerate(setup.terms.names)
         }
         largest = max(device.local_data.labelled + device.local_data.unlabelled for device in devices.values())
         limits = limits._replace(largest_samples=largest)

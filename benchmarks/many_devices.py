@@ -54,14 +54,12 @@ def run_one(devices: int, store: str, rounds: int, steps: int) -> dict[str, Any]
     assert state.sparse is not None
     return {
         "devices": devices,
-        "store": setup.store,
+        "store": setup.machine.store,
         "blocks_ms": [round(1000 * s / BLOCK, 2) for s in seconds[2:]],
         "busy_ms": [round(1000 * s / BLOCK, 2) for s in busy[2:]],
         "start_s": round(prepared, 2),
         "resident_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
-        "gpu_mb": round(torch.cuda.max_memory_allocated() / 2**20, 1)
-        if setup.device_data.where.type == "cuda"
-        else None,
+        "gpu_mb": round(torch.cuda.max_memory_allocated() / 2**20, 1) if setup.data.where.type == "cuda" else None,
         "disk_mb": round(state.sparse.bytes_on_disk() / 2**20, 1),
         "been_active": int(state.sparse.there.sum()),
         "accuracy": round(evaluation.personal.mean, 4),

@@ -59,8 +59,8 @@ def flop_per_sample(module: nn.Module, x: torch.Tensor) -> int:
 def flop_per_step(experiment: Experiment) -> int:
     """Of both models on one minibatch."""
     setup = experiment.setup
-    x = setup.device_data.x(slice(0, 1))
-    return 2 * sum(setup.batch_widths) * flop_per_sample(setup.method.network.module, x)
+    x = setup.data.x(slice(0, 1))
+    return 2 * sum(setup.terms.batch_widths) * flop_per_sample(setup.terms.method.network.module, x)
 
 
 def measure(config: Config, source: Source, runs: int, rounds: int, executor: str) -> dict[str, float | int | str]:

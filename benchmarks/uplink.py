@@ -46,8 +46,8 @@ def uploads(name: str, model: str) -> tuple[int, int]:
     plan = draw_plan(state)
     sent, rows = broadcasts_to(setup, state.server, [task.device for task in plan])
     request = RoundRequest(setup, plan, state.devices, sent, rows=rows)
-    finished = next(iter(local_rounds([request], training_data_of(setup.device_data, state.targets.clone()))))
-    message = 0 if setup.method.traits.alone else len(save(_message(finished.upload)))
+    finished = next(iter(local_rounds([request], training_data_of(setup.data, state.targets.clone()))))
+    message = 0 if setup.terms.method.traits.alone else len(save(_message(finished.upload)))
     before = initial_state(setup)
     counted = (next_state(before, plan).uplink_bytes - before.uplink_bytes) // len(plan)
     return message, counted

@@ -39,12 +39,14 @@ def make(name="fedcpsl", *, work=WORK, model=None, dtype="float64", **numbers):
 def participants(setup, folder, **chosen):
     return {
         name: Participant(terms_of(setup, i), local_data_of(setup, i), folder / name, **chosen)
-        for i, name in enumerate(setup.names)
+        for i, name in enumerate(setup.terms.names)
     }
 
 
 def rules(setup, **chosen):
-    return RoundRules(**{"rounds": setup.rounds, "seed": setup.seed, "deadline": 9.0, "min_devices": 1} | chosen)
+    return RoundRules(
+        **{"rounds": setup.terms.rounds, "seed": setup.terms.seed, "deadline": 9.0, "min_devices": 1} | chosen
+    )
 
 
 def over_the_wire(message):

@@ -74,17 +74,17 @@ def test_it_is_what_personal_rounds_of_a_joiner_are(run, tmp_path):
     table = opposite(tmp_path / "dan.csv", rows=30)
     kept = load_saved_run(run)
     adapted = adapt(kept, Data(dataset="own", file=str(table), label="kind", labelled=1.0), "dan", 1)
-    setup, device_data = adapted.state.setup, adapted.state.setup.device_data
-    method, hyper = setup.personal_method, map_tensors(lambda t: t[0], setup.hyper)
-    algorithm, network = setup.algorithm, method.network
+    setup, device_data = adapted.state.setup, adapted.state.setup.data
+    method, hyper = setup.terms.personal_method, map_tensors(lambda t: t[0], setup.terms.hyper)
+    algorithm, network = setup.terms.algorithm, method.network
     theta = network.join([kept.tensors[f"global/{name}"] for name in network.shapes])
-    server = setup.first_server()._replace(theta=theta)
+    server = setup.terms.first_server()._replace(theta=theta)
     broadcast = algorithm.broadcast(server)
     device = algorithm.init_device(method, broadcast)
-    n, m = int(setup.sizes.labelled[0]), int(setup.sizes.unlabelled[0])
+    n, m = int(setup.terms.sizes.labelled[0]), int(setup.terms.sizes.unlabelled[0])
     x, targets = device_data.x(slice(0, n + m)), device_data.one_hot.clone()
-    targets[n:] = algorithm.relabel(setup.method, hyper, broadcast, device, x[n:], targets[n:], torch.tensor(m))
-    (task,) = draw_tasks(setup.seed, 0, [0], setup.sizes, setup.work, unlabelled=True, dropout=False)
+    targets[n:] = algorithm.relabel(setup.terms.method, hyper, broadcast, device, x[n:], targets[n:], torch.tensor(m))
+    (task,) = draw_tasks(setup.terms.seed, 0, [0], setup.terms.sizes, setup.terms.work, unlabelled=True, dropout=False)
     local = algorithm.begin(method, hyper, broadcast, device)
     for labelled, unlabelled in zip(task.labelled, task.unlabelled, strict=True):
         rows = torch.from_numpy(np.concatenate([labelled, n + unlabelled]))

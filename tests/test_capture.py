@@ -48,7 +48,7 @@ def setup_of(model, device="cuda", dtype="float64", name="fedcpsl", work=WORK, *
 
 def uncaptured(setup):
     state = initial_state(setup)
-    while state.round < setup.total_rounds:
+    while state.round < setup.terms.total_rounds:
         state = next_state(state, draw_plan(state))
     return state
 
@@ -115,13 +115,11 @@ def test_rounds_of_growing_size_make_a_larger_stage():
     take = captured_steps()
     for active, amount in ((2, 1), (4, 3), (3, 9)):
         state = initial_state(setup)
-        work = setup.work._replace(active=active, unit="steps", amount=amount)
-        plan = draw_plan(state._replace(setup=setup._replace(work=work)))
+        work = setup.terms.work._replace(active=active, unit="steps", amount=amount)
+        plan = draw_plan(state._replace(setup=setup._replace(terms=setup.terms._replace(work=work))))
         request = RoundRequest(setup, plan, state.devices, state.server)
         ends = [
-            next(
-                iter(local_rounds([request], training_data_of(setup.device_data, state.targets.clone()), take_steps=t))
-            )
+            next(iter(local_rounds([request], training_data_of(setup.data, state.targets.clone()), take_steps=t)))
             for t in (take, None)
         ]
         assert torch.allclose(ends[0].upload.delta, ends[1].upload.delta, rtol=1e-10, atol=1e-12)

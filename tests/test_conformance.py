@@ -123,10 +123,10 @@ def test_every_part_can_be_switched_alone(name, switch):
 def test_padding_changes_nothing(name):
     """Rows with no weight, of whatever content, and a device's rows within a wider batch."""
     setup = make(name, "vectorised")
-    algorithm, method = setup.algorithm, setup.method
+    algorithm, method = setup.terms.algorithm, setup.terms.method
     state = initial_state(setup)
     index = torch.tensor([0, 2])
-    hyper = map_tensors(lambda t: t[index], setup.hyper)
+    hyper = map_tensors(lambda t: t[index], setup.terms.hyper)
     device = map_tensors(lambda t: t[index], state.devices)
     rng = np.random.default_rng(0)
     x = torch.from_numpy(rng.normal(size=(2, 5, 6)))
@@ -177,7 +177,7 @@ def test_states_survive_saving(name, tmp_path):
 def test_inputs_are_not_modified(name):
     """All functions leave what they are given alone; only a device's own working state may be reused."""
     setup = make(name, "vectorised")
-    algorithm, method, hyper = setup.algorithm, setup.method, setup.hyper
+    algorithm, method, hyper = setup.terms.algorithm, setup.terms.method, setup.terms.hyper
     state = initial_state(setup)
     rng = np.random.default_rng(1)
     server = map_tensors(lambda t: t + 0.1, state.server)
@@ -213,11 +213,11 @@ def test_inputs_are_not_modified(name):
 def broken(state):
     """The largest gap in what the algorithm says always holds, over the roster."""
     setup = state.setup
-    roster = setup.roster(max(state.round - 1, 0))
-    sizes = setup.sizes.labelled[roster] + setup.sizes.unlabelled[roster]
+    roster = setup.terms.roster(max(state.round - 1, 0))
+    sizes = setup.terms.sizes.labelled[roster] + setup.terms.sizes.unlabelled[roster]
     devices = map_tensors(lambda t: t[torch.from_numpy(roster)], state.devices)
-    declared = optional(setup.algorithm, "invariants")
-    gaps = declared(setup.method, state.server, devices, torch.from_numpy(sizes / sizes.sum()))
+    declared = optional(setup.terms.algorithm, "invariants")
+    gaps = declared(setup.terms.method, state.server, devices, torch.from_numpy(sizes / sizes.sum()))
     return max((gap.abs().max().item() for gap in gaps.values() if gap.numel()), default=0.0)
 
 
@@ -242,15 +242,15 @@ def test_what_an_algorithm_declares_always_holds(name, lost, steps, joiners, exe
             DeviceRound(
                 int(i),
                 steps[r][i],
-                rng.integers(0, setup.sizes.labelled[i], (steps[r][i], 3))
-                if setup.sizes.labelled[i]
+                rng.integers(0, setup.terms.sizes.labelled[i], (steps[r][i], 3))
+                if setup.terms.sizes.labelled[i]
                 else np.empty((steps[r][i], 0), np.int64),
-                rng.integers(0, setup.sizes.unlabelled[i], (steps[r][i], 4))
-                if setup.sizes.unlabelled[i]
+                rng.integers(0, setup.terms.sizes.unlabelled[i], (steps[r][i], 4))
+                if setup.terms.sizes.unlabelled[i]
                 else np.empty((steps[r][i], 0), np.int64),
                 lost=lost[r][i],
             )
-            for i in setup.roster(r)
+            for i in setup.terms.roster(r)
         ]
         state = next_state(state, plan)
         assert broken(state) < 1e-12
@@ -269,8 +269,8 @@ def test_a_round_whose_uploads_are_all_lost_moves_no_server(executor):
 @pytest.mark.parametrize("executor", ["sequential", "vectorised"])
 def test_a_device_without_time_changes_nothing_and_is_not_counted(executor):
     setup = make("fedcpsl", executor, work=replace(WORK, loss_rate=0.0))
-    sizes = setup.sizes
-    plan = draw_tasks(3, 0, [0, 1, 2, 4], sizes, setup.work, unlabelled=True, dropout=False)
+    sizes = setup.terms.sizes
+    plan = draw_tasks(3, 0, [0, 1, 2, 4], sizes, setup.terms.work, unlabelled=True, dropout=False)
     idle = [task._replace(steps=0) if task.device == 1 else task for task in plan]
     without = [task for task in plan if task.device != 1]
     a, b = next_state(initial_state(setup), idle), next_state(initial_state(setup), without)
@@ -283,7 +283,7 @@ def test_a_device_without_time_changes_nothing_and_is_not_counted(executor):
 def test_a_round_in_which_nobody_can_work_changes_nothing(executor):
     """Labels alone, and the only active device has none."""
     setup = make("fedavg", executor)
-    plan = draw_tasks(3, 0, [3], setup.sizes, setup.work, unlabelled=False, dropout=False)
+    plan = draw_tasks(3, 0, [3], setup.terms.sizes, setup.terms.work, unlabelled=False, dropout=False)
     assert plan[0].steps == 0
     before, after = initial_state(setup), next_state(initial_state(setup), plan)
     assert_equal(before, after, tolerance=0)

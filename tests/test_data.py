@@ -168,11 +168,11 @@ def test_mnist_is_read_from_its_idx_files(idx_folder, monkeypatch):
     monkeypatch.setenv("FEDCPSL_DATA", str(idx_folder))
     federation = load_federation(Data(dataset="mnist", devices=5), seed=0)
     assert federation.devices == 5
-    x = prepare(federation, mlp(784, 10)).device_data.x(slice(None))
+    x = prepare(federation, mlp(784, 10)).data.x(slice(None))
     assert x.min().item() == pytest.approx(-0.1307 / 0.3081, abs=1e-3)
     assert x.max().item() == pytest.approx((1 - 0.1307) / 0.3081, abs=1e-3)
     unscaled = load_federation(Data(dataset="mnist", devices=5, normalise="none"), seed=0)
-    assert prepare(unscaled, mlp(784, 10)).device_data.x(slice(None)).max().item() == 255
+    assert prepare(unscaled, mlp(784, 10)).data.x(slice(None)).max().item() == 255
     plain = idx_folder / "train-labels-idx1-ubyte"
     write_idx(plain, np.arange(200) % 10)  # not compressed, and beside the folder's own
     (idx_folder / "mnist" / "train-labels-idx1-ubyte.gz").unlink()
@@ -201,7 +201,7 @@ def test_fashion_mnist_is_normalised_by_its_own_training_data(idx_folder):
     (idx_folder / "mnist").rename(idx_folder / "fashion-mnist")
     federation = load_federation(Data(dataset="fashion-mnist", dir=str(idx_folder), devices=5), seed=0)
     assert federation.class_names[9] == "ankle boot"
-    x = prepare(federation, mlp(784, 10)).device_data.x(slice(None))
+    x = prepare(federation, mlp(784, 10)).data.x(slice(None))
     assert x.mean().item() == pytest.approx(0, abs=1e-5)
     assert x.std().item() == pytest.approx(1, abs=1e-3)
 

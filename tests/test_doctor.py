@@ -119,7 +119,7 @@ def test_steps_are_counted_whatever_the_rounds():
     ):
         setup = build(with_settings(Config(), SMALL | more)).setup
         steps = steps_by_round(setup)
-        assert len(steps) == setup.total_rounds
+        assert len(steps) == setup.terms.total_rounds
         assert all(steps)
     long = build(with_settings(Config(), SMALL | {"work.rounds": 1000, "work.unit": "steps", "work.amount": 3})).setup
     assert steps_by_round(long) == [6] * 1000  # 2 devices of 3 steps

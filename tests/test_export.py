@@ -104,7 +104,7 @@ def test_a_file_answers_as_the_run_evaluates(run, exported, tmp_path, capsys):
     """The test samples of bob as they stand in the table, and the predictions behind the run's own metrics."""
     experiment = build(read_run_config(run))
     state = load_checkpoint(checkpoints(run)[-1], experiment.setup)
-    rows = experiment.setup.device_data.test.rows(1)
+    rows = experiment.setup.data.test.rows(1)
     expected = evaluate(state).predictions.personal[rows].exp().numpy()
     federation = experiment.federation
     raw = federation.x[(federation.device == 1) & (federation.role == 2)]

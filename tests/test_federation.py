@@ -70,7 +70,7 @@ def assert_same(setup, last, devices, tolerance=1e-10):
         kept, own = load_device_state(device.folder, device.terms), reference.device(i)
         mine = named_leaves(kept.committed, name)
         pairs |= {field: (t, mine[field]) for field, t in named_leaves(own, name).items()}
-        pairs |= {f"nu of {name}": (reference.nu(i), kept.nu)} if setup.method.traits.unlabelled else {}
+        pairs |= {f"nu of {name}": (reference.nu(i), kept.nu)} if setup.terms.method.traits.unlabelled else {}
         assert kept.active_rounds == reference.active_rounds[i]
     for what, (a, b) in pairs.items():
         assert a.shape == b.shape, what
@@ -122,7 +122,7 @@ def test_joiners_give_the_simulators_answer(name, tmp_path):
         seen.append(state)
         assert gap(state, devices) < 1e-14
         assert len(state.roster) == (0 if len(seen) == 1 else 5 if state.round >= 2 else 3)
-        if state.round == 2 and setup.method.rules.parts.personal:
+        if state.round == 2 and setup.terms.method.rules.parts.personal:
             assert torch.equal(
                 load_device_state(devices["phone-4"].folder, devices["phone-4"].terms).committed.theta_lc,
                 seen[-2].server.theta,
@@ -228,7 +228,7 @@ def test_what_a_device_says_cannot_forge_a_log():
 
 
 def an_instruction(setup, attempt=(0, 0), counted=None, kind=TRAIN, steps=4, run="r", budget=0.0):
-    theta = setup.method.network.initial
+    theta = setup.terms.method.network.initial
     device = UNSET if kind == HELLO else 1
     c = torch.zeros_like(theta) if kind == TRAIN else theta[:0]
     return Instruction(
@@ -373,7 +373,7 @@ def test_c_i_is_made_from_what_was_sent(tmp_path):
     setup = make()
     for chosen in (Protection(clip=0.01), Protection(clip=0.01, noise=2.0)):
         device = participants(setup, tmp_path / f"{chosen}", protection=chosen)["phone-1"]
-        theta = setup.method.network.initial
+        theta = setup.terms.method.network.initial
         instruction = an_instruction(setup, steps=1)._replace(broadcast=Broadcast(theta, torch.full_like(theta, 0.5)))
         sent = carry_out(device, instruction).upload.delta
         assert (sent.norm() < 0.01 + 1e-12) == (chosen.noise == 0)

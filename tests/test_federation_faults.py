@@ -112,7 +112,7 @@ def test_c_is_the_weighted_mean_of_all_c_i_under_any_faults(
         transport.deaths = chain(deaths, repeat(None))
         last = serve_through(setup, folder / "server", transport, watch(devices), quorum=quorum, leasts=leasts)
     assert last.over
-    assert last.round == setup.rounds
+    assert last.round == setup.terms.rounds
     assert all(
         load_device_state(devices[m.name].folder, devices[m.name].terms).counted == m.counted
         for m in last.roster

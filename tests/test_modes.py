@@ -42,9 +42,9 @@ def test_a_device_on_its_own_is_fedcpsl_whose_mixture_is_all_its_own():
 def test_a_device_on_its_own_labels_with_its_own_model():
     setup = make("local-pseudo", work=replace(WORK, loss_rate=0.0))
     *_, before, after = states(setup)
-    network = setup.method.network
-    (task, *_) = [t for t in draw_plan(before) if setup.sizes.unlabelled[t.device]]
-    x = setup.device_data.x(setup.device_data.unlabelled_rows(task.device))
+    network = setup.terms.method.network
+    (task, *_) = [t for t in draw_plan(before) if setup.terms.sizes.unlabelled[t.device]]
+    x = setup.data.x(setup.data.unlabelled_rows(task.device))
     hyper = before.hyper(task.device)
     expected = closed_form_labels(
         network.log_probabilities(before.devices.theta_lc[task.device], x), hyper.alpha_p, hyper.alpha_r
@@ -83,7 +83,7 @@ def test_personal_rounds_train_every_localized_model_and_nothing_else():
     assert torch.equal(last.server.c, end.server.c)
     assert torch.equal(last.devices.c, end.devices.c)
     assert torch.equal(last.targets, end.targets)
-    trained = setup.hyper.beta > 0  # at beta = 0 it has no part in the mixture
+    trained = setup.terms.hyper.beta > 0  # at beta = 0 it has no part in the mixture
     moved = (end.devices.theta_lc - last.devices.theta_lc).abs().amax(1) > 0
     assert torch.equal(moved, trained)
     assert last.uplink_bytes == end.uplink_bytes
@@ -98,14 +98,14 @@ def test_a_personal_round_by_hand():
     before, after = seen[-3], seen[-2]
     task = draw_plan(before)[0]
     assert task.personal
-    i, hyper, network = task.device, before.hyper(task.device), setup.method.network
-    start, n = int(setup.device_data.start[i]), int(setup.device_data.labelled[i])
+    i, hyper, network = task.device, before.hyper(task.device), setup.terms.method.network
+    start, n = int(setup.data.start[i]), int(setup.data.labelled[i])
     theta_lc, mu = before.devices.theta_lc[i].clone(), torch.zeros_like(before.server.theta)
     for t in range(task.steps):
         rows = torch.cat([torch.from_numpy(task.labelled[t]) + start, torch.from_numpy(task.unlabelled[t]) + start + n])
         labelled = torch.tensor([1 / 3] * 3 + [0] * 4, dtype=torch.float64)
         unlabelled = torch.tensor([0] * 3 + [1 / 4] * 4, dtype=torch.float64)
-        x = setup.device_data.inputs.take(setup.device_data.source[rows])
+        x = setup.data.inputs.take(setup.data.source[rows])
         moving = theta_lc.clone().requires_grad_()
         log_h = torch.log_softmax(functional_call(network.module, network.named(moving), (x,)), -1)
         mixed = mixture(log_h, network.log_probabilities(before.server.theta, x), hyper.beta)
@@ -127,12 +127,12 @@ def test_two_phases():
     assert (last.devices.theta_lc == theta_0).all()
     assert evaluate(last).localized is None
     assert evaluate(end).localized is not None
-    network = setup.method.network
+    network = setup.terms.method.network
     for i in range(5):
-        x = setup.device_data.x(setup.device_data.unlabelled_rows(i))
+        x = setup.data.x(setup.data.unlabelled_rows(i))
         if len(x):
             log_h = network.log_probabilities(last.server.theta, x)
-            expected = closed_form_labels(log_h, setup.hyper.alpha_p[i], setup.hyper.alpha_r[i])
+            expected = closed_form_labels(log_h, setup.terms.hyper.alpha_p[i], setup.terms.hyper.alpha_r[i])
             assert torch.allclose(first.nu(i), expected, atol=1e-12)
     assert torch.equal(first.targets, end.targets)
 
@@ -140,9 +140,9 @@ def test_two_phases():
 def test_labels_from_the_mixture():
     setup = make("fedcpsl", labels_from="mixture", work=replace(WORK, loss_rate=0.0))
     *_, before, after = states(setup)
-    network = setup.method.network
+    network = setup.terms.method.network
     for task in draw_plan(before):
-        x = setup.device_data.x(setup.device_data.unlabelled_rows(task.device))
+        x = setup.data.x(setup.data.unlabelled_rows(task.device))
         if len(x):
             hyper = before.hyper(task.device)
             own = network.log_probabilities(before.devices.theta_lc[task.device], x)
@@ -155,15 +155,13 @@ def test_labels_from_the_mixture():
 def test_while_a_device_warms_up_it_uses_no_unlabelled_terms():
     never = final(make("fedcpsl", warm_up=99))
     assert_equal(never, final(make("fedcpsl", alpha_p=0.0, alpha_r=0.0))._replace(targets=never.targets))
-    uniform = never.targets[never.setup.device_data.unlabelled_rows(0)]
+    uniform = never.targets[never.setup.data.unlabelled_rows(0)]
     assert torch.allclose(uniform, torch.full_like(uniform, 1 / 3))
     assert evaluate(never).pseudo_label_accuracy is None
     some = final(make("fedcpsl", warm_up=2))
     assert_equal(some, final(make("fedcpsl", "vectorised", warm_up=2)))
     for i in range(5):
-        relabelled = not torch.equal(
-            some.nu(i), some.setup.device_data.one_hot[some.setup.device_data.unlabelled_rows(i)]
-        )
+        relabelled = not torch.equal(some.nu(i), some.setup.data.one_hot[some.setup.data.unlabelled_rows(i)])
         assert relabelled == (some.active_rounds[i] > 2 and len(some.nu(i)) > 0)
     assert any(some.active_rounds > 2)
 

@@ -137,7 +137,7 @@ def end_of(model, executor, name="fedcpsl", dtype="float64"):
         config.Work(rounds=3, active=3, unit="hlu", batch_labelled=3, batch_unlabelled=4),
         config.Run(executor=executor, dtype=dtype, device="cpu", processes=1),
     )
-    assert setup.slots == 0
+    assert setup.machine.slots == 0
     *_, last = simulate(setup)
     return last
 
@@ -150,7 +150,7 @@ def test_executors_agree_on_any_model(make, name):
     one, all_at_once = end_of(model, "sequential", name), end_of(model, "vectorised", name)
     for a, b in zip((*one.server, *one.devices), (*all_at_once.server, *all_at_once.devices), strict=True):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-10)
-    assert (one.server.theta - one.setup.method.network.initial).abs().max() > 1e-3
+    assert (one.server.theta - one.setup.terms.method.network.initial).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)

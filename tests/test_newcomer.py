@@ -98,7 +98,7 @@ def test_numbers_of_every_kind_are_read():
     reference = np.random.default_rng(0).normal(size=(20, 2))
     for kind in (">f4", np.longdouble, np.float16, ">i2"):
         federation = Federation.from_arrays((4 * reference).astype(kind), y, device)
-        assert prepare(federation, small_model(2, 2)).device_data.x(slice(None)).isfinite().all()
+        assert prepare(federation, small_model(2, 2)).data.x(slice(None)).isfinite().all()
 
 
 def test_sixteen_bits_per_pixel_are_kept_apart(tmp_path):

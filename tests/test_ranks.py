@@ -174,7 +174,7 @@ def test_ranks_are_processes_already(monkeypatch):
     given = (small_federation(), small_model(), config.Algorithm(), config.Work())
     with pytest.raises(InputError, match=r"run\.processes = 2: torchrun's ranks"):
         prepare(*given, config.Run(processes=2, device="cpu"))
-    assert prepare(*given, config.Run(device="cpu")).processes == 1
+    assert prepare(*given, config.Run(device="cpu")).machine.processes == 1
 
 
 def test_each_rank_takes_a_gpu_of_its_own(monkeypatch):

@@ -307,7 +307,7 @@ def test_what_is_robust_number_by_number(aggregation, tmp_path):
         devices = participants(setup, tmp_path / who)
         loose = limits._replace(largest_norm=1e300)  # so that nothing but the aggregation protects
         thetas.append(served(setup, tmp_path / who, Hostile(devices, change), limits=loose)[-1].server.theta)
-    start = setup.method.network.initial
+    start = setup.terms.method.network.initial
     assert (thetas[1] - start).norm() < 5 * (thetas[0] - start).norm()
     with pytest.raises(InputError, match="works only without control variates"):
         served(make(work=ALL), tmp_path / "with", LoopbackTransport({}), limits=limits)

@@ -50,7 +50,7 @@ def final(setup, start=None):
 def assert_same(a, b):
     """Everything that can be asked of two states, to the bit."""
     assert all(map(torch.equal, leaves(a.server), leaves(b.server)))
-    for i in range(a.setup.devices):
+    for i in range(a.setup.terms.devices):
         for mine, other in zip(a.device(i), b.device(i), strict=True):
             assert torch.equal(mine, other), i
         assert torch.equal(a.nu(i), b.nu(i)), i
@@ -119,7 +119,7 @@ def test_only_devices_that_have_been_active_take_room_on_disk():
         work=config.Work(rounds=4, active=3),
         run=config.Run(store="disk", processes=1, device="cpu"),
     )
-    one = 2 * setup.method.network.initial.numel() * 4
+    one = 2 * setup.terms.method.network.initial.numel() * 4
     for state in simulate(setup):
         there = int(state.sparse.there.sum())
         assert there == (state.active_rounds > 0).sum() <= 3 * state.round
@@ -137,7 +137,8 @@ def test_a_full_disk_is_told(monkeypatch):
 
 
 def test_a_folder_that_is_not_there_is_told(tmp_path):
-    setup = make("fedcpsl", "disk")._replace(store_folder=tmp_path / "no")
+    setup = make("fedcpsl", "disk")
+    setup = setup._replace(machine=setup.machine._replace(store_folder=tmp_path / "no"))
     with pytest.raises(RunError, match="cannot hold device states"):
         initial_state(setup)
 

@@ -55,9 +55,9 @@ def nearest_distribution(v):
 
 def plain_gap(state, alpha_p, alpha_r, beta, eta_v=None):
     """The gap's parts, Xi and the personal gap; eta_v for the gradient form."""
-    device_data, change, xi, personal, gradient = state.setup.device_data, 0.0, 0.0, 0.0, 0
+    device_data, change, xi, personal, gradient = state.setup.data, 0.0, 0.0, 0.0, 0
     total = int(device_data.start[-1])
-    for device in range(state.setup.devices):
+    for device in range(state.setup.terms.devices):
         rows, n = device_data.all_rows(device), int(device_data.labelled[device])
         x, target, weight = device_data.x(rows), state.targets[rows], (rows.stop - rows.start) / total
         h, theta = distributions(x, state.server.theta)
@@ -182,9 +182,9 @@ def test_lower_estimate_is_the_exact_norm_at_a_point(dtype):
     setup = prepare(small_federation(), small_model(), algorithm, Work(rounds=3), RUN)
     *_, state = simulate(setup)
     norms, personal_norms = [], []
-    for device in range(setup.devices):
-        rows, n = setup.device_data.all_rows(device), int(setup.device_data.labelled[device])
-        x, target = setup.device_data.x(rows), state.targets[rows]
+    for device in range(setup.terms.devices):
+        rows, n = setup.data.all_rows(device), int(setup.data.labelled[device])
+        x, target = setup.data.x(rows), state.targets[rows]
 
         def h(theta, x=x):
             first, bias, second, other = theta.split([48, 8, 24, 3])
@@ -284,7 +284,7 @@ def full_batches(setup, round, active):
     plan = []
     for device in active:
         steps = int(np.random.default_rng([round, device]).integers(1, 4))
-        n, m = (int(count[device]) for count in setup.sizes)
+        n, m = (int(count[device]) for count in setup.terms.sizes)
         plan.append(
             DeviceRound(
                 device=device,

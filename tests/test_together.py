@@ -109,7 +109,7 @@ def test_runs_of_unequal_length_end_when_they_are_done():
     mixed = [short[0], long[1]]
     alone = [last(simulate(setup)) for setup in mixed]
     for one, other in zip(last(simulate_together(mixed)), alone, strict=True):
-        assert one.round == one.setup.total_rounds
+        assert one.round == one.setup.terms.total_rounds
         assert_equal(one, other)
 
 
@@ -117,8 +117,10 @@ def test_what_has_the_same_shapes_is_one_group():
     run = config.Run(executor="vectorised", dtype="float64", processes=1, device="cpu")
     made = setups(run, cases=[{"name": n} for n in ("fedcpsl", "apfsl", "fedcpsl", "apfl", "fedavg", "fedshvrp")])
     states = [initial_state(setup) for setup in made]
-    requests = [RoundRequest(s.setup, draw_plan(s), s.devices, s.setup.algorithm.broadcast(s.server)) for s in states]
-    data = joint_data([setup.device_data for setup in made], [state.targets for state in states])
+    requests = [
+        RoundRequest(s.setup, draw_plan(s), s.devices, s.setup.terms.algorithm.broadcast(s.server)) for s in states
+    ]
+    data = joint_data([setup.data for setup in made], [state.targets for state in states])
     runs = [sorted({slot.run for slot in group}) for _, group in groups(requests, data)]
     assert runs == [[0, 1, 2], [3], [4], [5]]
 
@@ -129,7 +131,7 @@ def test_another_model_is_not_mixed_in():
     torch.manual_seed(1)
     wider = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 3))
     other = prepare(small_federation(), wider, config.Algorithm(), WORK, run, beside=first)
-    assert other.method.network.module is not first.method.network.module
+    assert other.terms.method.network.module is not first.terms.method.network.module
     for one, alone in zip(last(simulate_together([first, other])), (first, other), strict=True):
         assert_equal(one, last(simulate(alone)))
 
@@ -144,7 +146,7 @@ def test_bytes_stay_bytes_and_give_the_same_numbers(monkeypatch):
     numbers = prepare(*given)
     monkeypatch.setattr("fedcpsl.simulation.device_data.MANY_BYTES", 0)
     in_bytes = prepare(*given)
-    assert (numbers.device_data.inputs.raw.dtype, in_bytes.device_data.inputs.raw.dtype) == (torch.float64, torch.uint8)
+    assert (numbers.data.inputs.raw.dtype, in_bytes.data.inputs.raw.dtype) == (torch.float64, torch.uint8)
     assert_equal(last(simulate(in_bytes)), last(simulate(numbers)), tolerance=0)
 
 
@@ -153,7 +155,7 @@ def test_runs_on_the_same_samples_share_them():
     run = config.Run(processes=1, device="cpu")
     first = prepare(federation, small_model(), config.Algorithm(), WORK, run)
     second = prepare(federation, small_model(), config.Algorithm(), WORK, replace(run, seed=1), beside=first)
-    assert second.device_data.inputs.raw is first.device_data.inputs.raw
+    assert second.data.inputs.raw is first.data.inputs.raw
 
 
 def test_evaluating_together_is_evaluating_each():
@@ -196,12 +198,10 @@ def test_localized_models_are_examined_a_few_at_a_time(monkeypatch):
     *_, before, after = simulate_together(setups(run, cases=CASES[:3]))
     earlier = [evaluate(state).predictions for state in before]
     asked = []
-    network = type(after[0].setup.method.network)
+    network = type(after[0].setup.terms.method.network)
     whole = network.log_probabilities
     monkeypatch.setattr(network, "log_probabilities", lambda *given: asked.append(len(given[1])) or whole(*given))
-    monkeypatch.setattr(
-        evaluation, "ROWS_SIDE_BY_SIDE", 2 * max(np.diff(s.setup.device_data.test.start).max() for s in after)
-    )
+    monkeypatch.setattr(evaluation, "ROWS_SIDE_BY_SIDE", 2 * max(np.diff(s.setup.data.test.start).max() for s in after))
     anew = evaluation._with_new_localized(after, earlier)
     assert len(asked) > 1
     assert max(asked) == 2

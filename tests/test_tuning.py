@@ -84,10 +84,10 @@ def test_no_other_layout_is_tried_when_time_is_up(monkeypatch):
 @pytest.mark.parametrize("layout", [Layout("sequential", 0, 1), Layout("vectorised", 1, 1), Layout("vectorised", 0, 2)])
 def test_candidates_are_really_run_and_leave_no_trace(layout):
     setup = small_setup()
-    before = setup.device_data.one_hot.clone(), setup.method.network.batched
+    before = setup.data.one_hot.clone(), setup.terms.method.network.batched
     assert tuning.device_steps_per_second(setup, layout, 0.01) > 0
-    assert torch.equal(setup.device_data.one_hot, before[0])
-    assert setup.method.network.batched == before[1]
+    assert torch.equal(setup.data.one_hot, before[0])
+    assert setup.terms.method.network.batched == before[1]
 
 
 def test_small_runs_are_not_timed(monkeypatch):
@@ -105,7 +105,7 @@ def test_results_do_not_depend_on_the_choice(layout, monkeypatch):
     *_, plain = simulate(small_setup(replace(run, executor="sequential", processes=1)))
     chosen = tuning.fastest(small_setup(run), run)
     expected = layout if layout != Layout("vectorised", 0, 2) else layout._replace(slots=4)  # all of a round's
-    assert (chosen.executor, chosen.slots, chosen.processes) == expected
+    assert (chosen.machine.executor, chosen.machine.slots, chosen.machine.processes) == expected
     *_, timed = simulate(chosen)
     assert torch.allclose(timed.server.theta, plain.server.theta, rtol=0, atol=1e-10)
 
@@ -125,4 +125,8 @@ def test_a_resumed_run_keeps_what_was_chosen(tmp_path, monkeypatch):
     assert (built.config.run.executor, built.config.run.slots, built.config.run.processes) == ("vectorised", 2, 1)
     monkeypatch.setattr(tuning, "quickest", lambda *_: pytest.fail("timed again"))
     again = experiment.build(experiment.run_folders.read_run_config(tmp_path / "run"))
-    assert (again.setup.executor, again.setup.slots, again.setup.processes) == ("vectorised", 2, 1)
+    assert (again.setup.machine.executor, again.setup.machine.slots, again.setup.machine.processes) == (
+        "vectorised",
+        2,
+        1,
+    )

@@ -44,7 +44,7 @@ def main() -> None:
     )
 
     def accuracy(theta: torch.Tensor) -> float:
-        network, tests = setup.method.network, setup.device_data.test
+        network, tests = setup.terms.method.network, setup.data.test
         return common.accuracy_of(lambda x: network.log_probabilities(theta, x), tests.x, tests.y)
 
     for state in simulate(setup):
@@ -53,7 +53,7 @@ def main() -> None:
         if common.evaluates(state.round):
             accuracy(state.server.theta)
         clock.round_done()
-    chosen.executor, chosen.processes = setup.executor, setup.processes
+    chosen.executor, chosen.processes = setup.machine.executor, setup.machine.processes
     common.report(chosen, clock, accuracy(state.server.theta), data.clients, torch=torch.__version__)
 
 

@@ -103,7 +103,7 @@ class Pending(NamedTuple):
 
 def measure_together(states: Sequence[State], earlier: Sequence[Predictions | None]) -> Pending:
     """Have the metrics of many runs computed, to be brought to the host all at once."""
-    predictions = [predict(s, s.setup.device_data.test, e) for s, e in zip(states, earlier, strict=True)]
+    predictions = [predict(s, s.setup.data.test, e) for s, e in zip(states, earlier, strict=True)]
     judges = [to_device(has_labelled(state), state.targets.device) for state in states]
     return pending(states, predictions, [measure(*each) for each in zip(states, predictions, judges, strict=True)])
 
@@ -136,7 +136,7 @@ class Measured(NamedTuple):
 @torch.no_grad()
 def measure(state: State, made: Predictions, judged: Tensor, model: Tensor | None = None) -> list[Tensor]:
     """All but the last field of `Measured`; `judged` [devices]: whose pseudo-labels count; `model` as in `predict`."""
-    tests, validation = state.setup.device_data.test, state.setup.device_data.validation
+    tests, validation = state.setup.data.test, state.setup.data.validation
     exact = torch.float32 if tests.x.device.type == "mps" else torch.float64
     nothing = torch.zeros(0, device=tests.y.device, dtype=exact)
 
@@ -154,13 +154,13 @@ def measure(state: State, made: Predictions, judged: Tensor, model: Tensor | Non
         nothing if made.localized is None else next(hits),
         right(validation, predict(state, validation, model=model).personal[None])[0] if len(validation.x) else nothing,
         -each.gather(2, tests.y.expand(len(each), -1)[..., None]).mean((1, 2)).to(exact) if len(tests.x) else nothing,
-        _labels(state, judged, exact) if state.setup.method.traits.unlabelled else nothing,
+        _labels(state, judged, exact) if state.setup.terms.method.traits.unlabelled else nothing,
     ]
 
 
 def _evaluation(state: State, made: Predictions, measured: Measured) -> Evaluation:
-    tests, validation = state.setup.device_data.test, state.setup.device_data.validation
-    roster = state.setup.roster(max(state.round - 1, 0))
+    tests, validation = state.setup.data.test, state.setup.data.validation
+    roster = state.setup.terms.roster(max(state.round - 1, 0))
     general = _accuracy(tests, measured.general, roster)
     personal = _accuracy(tests, measured.personal, roster)
     assert personal is not None
@@ -184,8 +184,8 @@ def predict(state: State, held: Held, earlier: Predictions | None = None, model:
 
     `model` stands for the state's general model where it is given: a copy of it, in memory of the caller's.
     """
-    setup, method, x = state.setup, state.setup.method_after(state.round), held.x
-    network, algorithm, general = method.network, state.setup.algorithm, None
+    setup, method, x = state.setup, state.setup.terms.method_after(state.round), held.x
+    network, algorithm, general = method.network, state.setup.terms.algorithm, None
     theta = algorithm.general_model(method, state.server) if model is None else model
     if theta is not None:
         pieces = [network.log_probabilities(theta, some) for some in x.split(ROWS_AT_ONCE)]
@@ -195,7 +195,7 @@ def predict(state: State, held: Held, earlier: Predictions | None = None, model:
         assert general is not None
         return Predictions(general, general, None, versions)
     if earlier is None or earlier.localized is None:
-        localized, changed = x.new_empty(len(x), network.classes), np.ones(setup.devices, bool)
+        localized, changed = x.new_empty(len(x), network.classes), np.ones(setup.terms.devices, bool)
     else:
         localized, changed = earlier.localized.clone(), earlier.made_by != versions
     renewed = np.flatnonzero(changed & (np.diff(held.start) > 0)).tolist()
@@ -204,7 +204,7 @@ def predict(state: State, held: Held, earlier: Predictions | None = None, model:
         localized[rows] = network.log_probabilities(model_of_i, x[rows])
     hyper = earlier.hyper if earlier else None
     if hyper is None:
-        hyper = map_tensors(lambda t: t[held.device], setup.hyper)  # every sample a slot of its own
+        hyper = map_tensors(lambda t: t[held.device], setup.terms.hyper)  # every sample a slot of its own
     each = None if general is None else general[:, None]
     personal = algorithm.predict(method, hyper, each, localized[:, None])[:, 0]
     return Predictions(personal, general, localized, versions, hyper)
@@ -212,7 +212,7 @@ def predict(state: State, held: Held, earlier: Predictions | None = None, model:
 
 def own_models(state: State, devices: Sequence[int]) -> list[Tensor]:
     """The models of some devices' own, where the algorithm has such models."""
-    method, own_model = state.setup.method_after(state.round), state.setup.algorithm.own_model
+    method, own_model = state.setup.terms.method_after(state.round), state.setup.terms.algorithm.own_model
     if state.sparse is None:
         of_all = own_model(method, state.devices)
         assert of_all is not None
@@ -223,21 +223,21 @@ def own_models(state: State, devices: Sequence[int]) -> list[Tensor]:
 def versions_of(state: State) -> NDArray[np.int64]:
     """A number for every device's localized model that changes whenever the model may have."""
     setup = state.setup
-    return state.active_rounds + (setup.joins < state.round) + max(state.round - setup.rounds, 0)
+    return state.active_rounds + (setup.terms.joins < state.round) + max(state.round - setup.terms.rounds, 0)
 
 
 def has_labelled(state: State) -> NDArray[np.bool_]:
     """Which devices have made pseudo-labels."""
-    if state.setup.two_phase and state.round > state.setup.rounds:
-        return np.ones(state.setup.devices, bool)
-    return state.active_rounds > state.setup.method.traits.warm_up
+    if state.setup.terms.two_phase and state.round > state.setup.terms.rounds:
+        return np.ones(state.setup.terms.devices, bool)
+    return state.active_rounds > state.setup.terms.method.traits.warm_up
 
 
 def _labels(state: State, judged: Tensor, exact: torch.dtype) -> Tensor:
     """Of some devices' pseudo-labels: how many are right, of how many whose truth is known; the largest entries of nu
     added up, and how many pseudo-labels there are.
     """
-    device_data = state.setup.device_data
+    device_data = state.setup.data
     theirs = judged[device_data.device] & device_data.hidden
     known = theirs & (device_data.truth >= 0)
     right = (state.targets.argmax(-1) == device_data.truth) & known
@@ -247,7 +247,7 @@ def _labels(state: State, judged: Tensor, exact: torch.dtype) -> Tensor:
 
 def _losses(state: State, made: Predictions, measured: Measured) -> dict[str, float | None]:
     costs, of_tests = measured.costs.tolist(), iter(measured.losses.tolist())
-    alone = state.setup.method_after(state.round).sends_nothing
+    alone = state.setup.terms.method_after(state.round).sends_nothing
     there = {"personal": made.personal, "global": made.general, "localized": made.localized}
     return {
         "train": None if alone or not costs else costs[0],
@@ -306,12 +306,12 @@ def examiner() -> Examine:
 
     def examine(states: Sequence[State]) -> Pending:
         nonlocal earlier
-        on_demand = any(state.setup.supply is not None for state in states)
+        on_demand = any(state.setup.data.supply is not None for state in states)
         if not earlier or on_demand or not states[0].targets.is_cuda:
             asked = measure_together(states, earlier or [None] * len(states))
             earlier = asked.predictions
             return asked
-        methods = [state.setup.method_after(state.round) for state in states]
+        methods = [state.setup.terms.method_after(state.round) for state in states]
         if kept and kept[0].methods != methods:
             kept.clear()
             earlier = measure_together(states, earlier).predictions
@@ -326,16 +326,16 @@ def examiner() -> Examine:
 @torch.no_grad()
 def _with_new_localized(states: Sequence[State], earlier: Sequence[Predictions]) -> list[Predictions]:
     """Update predictions in place with the localized models that have changed, those of all runs side by side."""
-    tests = [state.setup.device_data.test for state in states]
+    tests = [state.setup.data.test for state in states]
     changed = [
         (run, int(device))
         for run, (state, made) in enumerate(zip(states, earlier, strict=True))
         if made.localized is not None
         for device in np.flatnonzero((made.made_by != versions_of(state)) & (np.diff(tests[run].start) > 0))
     ]
-    for same in {id(states[run].setup.method.network.module): run for run, _ in changed}.values():
-        network = states[same].setup.method.network
-        theirs = [(r, i) for r, i in changed if states[r].setup.method.network.module is network.module]
+    for same in {id(states[run].setup.terms.method.network.module): run for run, _ in changed}.values():
+        network = states[same].setup.terms.method.network
+        theirs = [(r, i) for r, i in changed if states[r].setup.terms.method.network.module is network.module]
         most = max(tests[r].rows(i).stop - tests[r].rows(i).start for r, i in theirs)
         at_once = max(1, ROWS_SIDE_BY_SIDE // most)
         for some in (theirs[k : k + at_once] for k in range(0, len(theirs), at_once)):
@@ -360,7 +360,7 @@ def _capture(states: Sequence[State], earlier: Sequence[Predictions], methods: l
     def measure_all() -> tuple[list[Predictions], list[list[Tensor]]]:
         # new objects, so that whatever depends on them is computed inside the graph and not cached from before
         given = [e._replace(hyper=map_tensors(torch.clone, e.hyper) if e.hyper else None) for e in earlier]
-        made = [predict(s, s.setup.device_data.test, e, m) for s, e, m in zip(states, given, models, strict=True)]
+        made = [predict(s, s.setup.data.test, e, m) for s, e, m in zip(states, given, models, strict=True)]
         return made, [measure(*each) for each in zip(states, made, judged, models, strict=True)]
 
     beside = torch.cuda.Stream()
@@ -375,7 +375,7 @@ def _capture(states: Sequence[State], earlier: Sequence[Predictions], methods: l
 
 
 def _general_models(states: Sequence[State]) -> list[Tensor | None]:
-    return [s.setup.algorithm.general_model(s.setup.method_after(s.round), s.server) for s in states]
+    return [s.setup.terms.algorithm.general_model(s.setup.terms.method_after(s.round), s.server) for s in states]
 
 
 def _replay(captured: Captured, states: Sequence[State]) -> Pending:
@@ -385,6 +385,6 @@ def _replay(captured: Captured, states: Sequence[State]) -> Pending:
         torch._foreach_copy_([copy for copy, _ in there], [model for _, model in there])
     where = states[0].targets.device
     flags = to_device(np.concatenate([has_labelled(state) for state in states]), where)
-    torch._foreach_copy_(captured.judged, list(flags.split([state.setup.devices for state in states])))
+    torch._foreach_copy_(captured.judged, list(flags.split([state.setup.terms.devices for state in states])))
     captured.graph.replay()
     return pending(states, captured.predictions, captured.measured)

@@ -163,9 +163,9 @@ def _compare(vector: Vector, state: State) -> Iterator[Difference]:
 def _recorded(state: State) -> list[tuple[str, int | None, str, NDArray[Any]]]:
     """Return what a vector may record of a state: quantity, device, key and our value."""
     at, setup = f"out/round{state.round}", state.setup
-    called = {ours: theirs for theirs, ours in (optional(setup.algorithm, "RECORDED") or {}).items()}
+    called = {ours: theirs for theirs, ours in (optional(setup.terms.algorithm, "RECORDED") or {}).items()}
     found: list[tuple[str, int | None, str, NDArray[Any]]] = []
-    predictions = predict(state, setup.device_data.test).personal.exp().cpu().numpy()
+    predictions = predict(state, setup.data.test).personal.exp().cpu().numpy()
 
     def add(tree: Any, side: str, device: int | None, key: str) -> None:
         for field, value in tree._asdict().items():
@@ -174,22 +174,22 @@ def _recorded(state: State) -> list[tuple[str, int | None, str, NDArray[Any]]]:
                 found.append((name, device, f"{key}/{name}{rest}", array))
 
     add(state.server, "server", None, at)
-    general = setup.algorithm.general_model(setup.method, state.server)
+    general = setup.terms.algorithm.general_model(setup.terms.method, state.server)
     if "theta" not in state.server._fields and general is not None:
         found += [("theta", None, f"{at}/theta{rest}", array) for rest, array in _by_name(setup, general).items()]
-    for i in range(setup.devices):
+    for i in range(setup.terms.devices):
         add(state.device(i), "device", i, f"{at}/device{i}")
         if any(name.startswith("broadcast.") for name in called):
-            add(setup.sent_to(state.server, i), "broadcast", i, f"{at}/device{i}")
+            add(setup.terms.sent_to(state.server, i), "broadcast", i, f"{at}/device{i}")
         found.append(("nu", i, f"{at}/device{i}/nu", state.nu(i).cpu().numpy()))
-        found.append(("prediction", i, f"{at}/device{i}/prediction", predictions[setup.device_data.test.rows(i)]))
-    computed = objectives(state)._asdict() if applies(setup.method) else {}
+        found.append(("prediction", i, f"{at}/device{i}/prediction", predictions[setup.data.test.rows(i)]))
+    computed = objectives(state)._asdict() if applies(setup.terms.method) else {}
     return found + [(name, None, f"{at}/{name}", np.asarray(value)) for name, value in computed.items()]
 
 
 def _by_name(setup: Setup, value: Tensor) -> dict[str, NDArray[Any]]:
     """Return a model's tensors by name, an empty one as zeros; any other tensor as it is."""
-    network = setup.method.network
+    network = setup.terms.method.network
     if value.dim() == 1 and value.numel() in (0, network.initial.numel()):
         named = network.named(value if value.numel() else torch.zeros_like(network.initial))
         return {f"/{name}": t.cpu().numpy() for name, t in named.items()}
@@ -206,9 +206,9 @@ def _not_compared(vector: Vector, state: State) -> Iterator[Difference]:
 
 
 def _compare_predictions(vector: Vector, state: State) -> Iterator[Difference]:
-    predictions = predict(state, state.setup.device_data.test)
-    for i in range(state.setup.devices):
-        log_h = predictions.personal[state.setup.device_data.test.rows(i)]
+    predictions = predict(state, state.setup.data.test)
+    for i in range(state.setup.terms.devices):
+        log_h = predictions.personal[state.setup.data.test.rows(i)]
         expected = vector.get(f"out/final/device{i}/probabilities")
         if expected is not None:
             yield _difference("probabilities", state.round, i, log_h.exp().cpu().numpy(), expected)

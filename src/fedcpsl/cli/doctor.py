@@ -97,8 +97,12 @@ def _plain(experiment: "Experiment", found: "Estimate") -> dict[str, Any]:
     ranges = ("seconds", "host_bytes", "accelerator_bytes")
     plain = found._asdict() | {key: value._asdict() for key in ranges if (value := getattr(found, key))}
     setup = experiment.setup
-    layout = {"executor": setup.executor, "slots": experiment.config.run.slots, "processes": setup.processes}
-    return {"device": str(setup.device_data.where), "store": setup.store, **layout, **plain}
+    layout = {
+        "executor": setup.machine.executor,
+        "slots": experiment.config.run.slots,
+        "processes": setup.machine.processes,
+    }
+    return {"device": str(setup.data.where), "store": setup.machine.store, **layout, **plain}
 
 
 def _print_facts(title: str, facts: Iterable[tuple[str, Any]]) -> None:
@@ -138,18 +142,18 @@ def _print_estimate(experiment: "Experiment", found: "Estimate", machine: Mappin
     from fedcpsl.report.tables import size
 
     config, setup = experiment.config, experiment.setup
-    places = {"accelerator": f"on {setup.device_data.where}", "host": "in memory", "disk": "on disk"}
-    beside = found.accelerator_bytes
+    places = {"accelerator": f"on {setup.data.where}", "host": "in memory", "disk": "on disk"}
+    beside, layout = found.accelerator_bytes, setup.machine
     facts = [
         (
             "what",
-            f"{config.algorithm.name} on {config.data.title}, {setup.devices} devices, {found.rounds} rounds, "
+            f"{config.algorithm.name} on {config.data.title}, {setup.terms.devices} devices, {found.rounds} rounds, "
             f"{found.steps:,} local steps, {found.parameters:,} parameters",
         ),
         (
             "how",
-            f"{setup.executor} on {setup.device_data.where}, {setup.processes} process{'es' * (setup.processes > 1)}, "
-            f"device states {places[setup.store]}",
+            f"{layout.executor} on {setup.data.where}, {layout.processes} process{'es' * (layout.processes > 1)}, "
+            f"device states {places[layout.store]}",
         ),
         ("time", f"about {_duration(found.seconds.likely)} ({_between(found.seconds)}), from a trial of a few rounds"),
         ("memory", _bytes_between(found.host_bytes)),

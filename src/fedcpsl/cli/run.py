@@ -79,7 +79,7 @@ def _run(parsed: argparse.Namespace) -> int:
     from fedcpsl.runs.folder import default_folder
     from fedcpsl.runs.trackers import tracking
 
-    folder, rounds = parsed.out or default_folder(experiment.config), experiment.setup.total_rounds
+    folder, rounds = parsed.out or default_folder(experiment.config), experiment.setup.terms.total_rounds
     with (
         resume_hint_on_lost_rank("run", folder),
         tracking(tracker) as tracked,
@@ -133,10 +133,10 @@ def _dry_run(experiment: Any) -> int:
     print(to_toml(experiment.config))
     print_table(split_table(shown_devices(experiment.federation, console)), console)
     steps, most = planned_steps(experiment)
-    setup = experiment.setup
+    setup, terms = experiment.setup, experiment.setup.terms
     print(
-        f"{setup.rounds} rounds of {setup.work.active} devices: {steps:,} local steps, at most {most:,} per device and "
-        f"round; {setup.method.network.initial.numel():,} parameters; {setup.executor} on {setup.device_data.where}\n"
+        f"{terms.rounds} rounds of {terms.work.active} devices: {steps:,} local steps, at most {most:,} per device and "
+        f"round; {terms.method.network.initial.numel():,} parameters; {setup.machine.executor} on {setup.data.where}\n"
         "nothing was run or written"
     )
     return 0

@@ -52,7 +52,7 @@ class Adapted(NamedTuple):
     @property
     def gain(self) -> tuple[float, float] | None:
         """Return the 95 % interval of the personal model's gain over the global one; None if nothing is held out."""
-        made, tests = self.evaluation.predictions, self.state.setup.device_data.test
+        made, tests = self.evaluation.predictions, self.state.setup.data.test
         if not self.held_out or made.general is None:
             return None
         ours, theirs = (log_h.argmax(-1) == tests.y for log_h in (made.personal, made.general))
@@ -98,7 +98,7 @@ def adapt(run: SavedRun, data: Data, name: str, rounds: int) -> Adapted:
     )
     model = with_tensors(run.model, run.under("global/"))
     prepared = prepare(federation, model, config.algorithm, config.work, config.run)
-    config = replace(config, work=replace(config.work, active=prepared.work.active))
+    config = replace(config, work=replace(config.work, active=prepared.terms.work.active))
     setup = _personal_rounds_alone(prepared, rounds)
     *_, last = simulate(setup)
     return Adapted(config, federation, last, evaluate(last))
@@ -106,7 +106,7 @@ def adapt(run: SavedRun, data: Data, name: str, rounds: int) -> Adapted:
 
 def _personal_rounds_alone(setup: Setup, rounds: int) -> Setup:
     """Return a setup without rounds with the server; the device first labels its samples, as in two phases."""
-    return setup._replace(rounds=0, personal_rounds=rounds, two_phase=True)
+    return setup._replace(terms=setup.terms._replace(rounds=0, personal_rounds=rounds, two_phase=True))
 
 
 def _with_columns(data: Data, of_run: Data) -> Data:

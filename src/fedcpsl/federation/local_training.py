@@ -42,7 +42,7 @@ class LocalData(NamedTuple):
 
 def local_data_of(setup: Setup, device: int = 0) -> LocalData:
     """Return the samples of one device of a simulation."""
-    return _rows_of(setup.device_data, device)
+    return _rows_of(setup.data, device)
 
 
 def _rows_of(device_data: DeviceData, device: int) -> LocalData:

@@ -78,10 +78,12 @@ def greeting_of(terms: Terms, broadcast: Tree) -> Tree:
 def terms_of(setup: Setup, device: int = 0) -> Terms:
     """Return the terms of one device of a simulation, or of its server."""
     hyper, warming = (
-        setup.algorithm.Hyper(*torch.from_numpy(table[:, device]).to(setup.hyper[0]))
-        for table in (setup.numbers, setup.warming)
+        setup.terms.algorithm.Hyper(*torch.from_numpy(table[:, device]).to(setup.terms.hyper[0]))
+        for table in (setup.terms.numbers, setup.terms.warming)
     )
-    return _deployable(Terms(setup.algorithm, setup.method, hyper, warming, setup.work), setup.personal_rounds)
+    return _deployable(
+        Terms(setup.terms.algorithm, setup.terms.method, hyper, warming, setup.terms.work), setup.terms.personal_rounds
+    )
 
 
 def terms_from(settings: Any, network: Network, work: WorkSettings, active: int) -> Terms:

@@ -176,12 +176,18 @@ def planned_steps(experiment: "Experiment") -> tuple[int, int]:
     setup = experiment.setup
 
     def devices(r: int) -> list[int]:
-        roster = setup.roster(r)
-        return draw_active(setup.seed, r, roster, setup.work.active) if r < setup.rounds else roster.tolist()
+        roster = setup.terms.roster(r)
+        return (
+            draw_active(setup.terms.seed, r, roster, setup.terms.work.active)
+            if r < setup.terms.rounds
+            else roster.tolist()
+        )
 
     steps = [
-        draw_steps(setup.seed, r, device, setup.sizes, setup.work, setup.method.traits.unlabelled)
-        for r in range(setup.total_rounds)
+        draw_steps(
+            setup.terms.seed, r, device, setup.terms.sizes, setup.terms.work, setup.terms.method.traits.unlabelled
+        )
+        for r in range(setup.terms.total_rounds)
         for device in devices(r)
     ]
     return sum(steps), max(steps)

@@ -53,18 +53,18 @@ def drop_checkpoints(folder: Path) -> None:
 def load_checkpoint(path: Path, setup: Setup) -> State:
     """Load the state that `save_checkpoint` wrote, onto the setup's device."""
     tensors, numbers = load_tensors(path)
-    where = setup.device_data.where
+    where = setup.data.where
     try:
         devices, sparse = _devices(tensors, setup)
-        on_demand = setup.supply is not None
+        on_demand = setup.data.supply is not None
         if on_demand:
-            setup.device_data.hidden.zero_()  # no device's samples are loaded
+            setup.data.hidden.zero_()  # no device's samples are loaded
         return State(
             setup=setup,
             round=numbers["round"],
-            server=_tree(tensors, "server", setup.first_server(), where),
+            server=_tree(tensors, "server", setup.terms.first_server(), where),
             devices=devices,
-            targets=setup.device_data.one_hot.clone() if on_demand else tensors["targets"].to(where),
+            targets=setup.data.one_hot.clone() if on_demand else tensors["targets"].to(where),
             sparse=sparse,
             active_rounds=tensors["active_rounds"].numpy(),
             steps=numbers["steps"],
@@ -79,19 +79,21 @@ def load_checkpoint(path: Path, setup: Setup) -> State:
 
 def save_models(folder: Path, state: State, scaling: Scaling | None) -> None:
     """Write models.safetensors: every model under the network's own names, beta, and the input normalisation."""
-    setup, method = state.setup, state.setup.kept_method
-    network, general = method.network, setup.algorithm.general_model(method, state.server)
+    setup, method = state.setup, state.setup.terms.kept_method
+    network, general = method.network, setup.terms.algorithm.general_model(method, state.server)
     models = {} if general is None else {f"global/{name}": t for name, t in network.named(general).items()}
     if method.traits.personal:
-        for i in range(setup.devices) if state.sparse is None else np.flatnonzero(state.sparse.there).tolist():
-            own = setup.algorithm.own_model(method, state.device(i))
+        for i in range(setup.terms.devices) if state.sparse is None else np.flatnonzero(state.sparse.there).tolist():
+            own = setup.terms.algorithm.own_model(method, state.device(i))
             assert own is not None
             models |= {f"device{i}/localized/{name}": t for name, t in network.named(own).items()}
-        models |= {name: getattr(setup.hyper, name) for name in optional(setup.algorithm, "PREDICTS_WITH") or ()}
+        models |= {
+            name: getattr(setup.terms.hyper, name) for name in optional(setup.terms.algorithm, "PREDICTS_WITH") or ()
+        }
     models |= {f"fixed/{name}": t for name, t in fixed_tensors(network).items()}
     if scaling:
         models |= {"input/shift": torch.from_numpy(scaling.shift), "input/scale": torch.from_numpy(scaling.scale)}
-    numbers = {"round": state.round, "devices": state.setup.devices}
+    numbers = {"round": state.round, "devices": state.setup.terms.devices}
     release = state.sparse.release if state.sparse else None
     save_tensors(folder / "models.safetensors", models, numbers, release)
 
@@ -111,14 +113,19 @@ def _tree(tensors: Mapping[str, Tensor], prefix: str, like: Tree, where: torch.d
 
 def _devices(tensors: Mapping[str, Tensor], setup: Setup) -> tuple[Tree, Sparse | None]:
     """Load the device states of a checkpoint into their store."""
-    one = setup.first_device(setup.first_server())
-    rows, where = _tree(tensors, "devices", one), setup.device_data.where
+    one = setup.terms.first_device(setup.terms.first_server())
+    rows, where = _tree(tensors, "devices", one), setup.data.where
     if not setup.sparse:
         return map_tensors(lambda t: t.to(where), rows), None
     joined = {int(name.split(".")[1]) for name in tensors if name.startswith("start.")}
     starts = {r: _tree(tensors, f"start.{r}", one, where) for r in joined}
     devices, sparse = sparse_states(
-        starts[0], setup.devices, setup.nu_shape, setup.store, setup.store_folder, setup.device_data.one_hot
+        starts[0],
+        setup.terms.devices,
+        setup.nu_shape,
+        setup.machine.store,
+        setup.machine.store_folder,
+        setup.data.one_hot,
     )
     index = tensors["there"]
     all_kept, had = (*leaves(devices), sparse.nu), (*leaves(rows), tensors["nu"])
@@ -133,7 +140,7 @@ def _tensors(state: State) -> dict[str, Tensor | SelectedRows]:
     sparse, kept = state.sparse, named_leaves(state.devices, "devices")
     always: dict[str, Tensor | SelectedRows] = {"active_rounds": torch.from_numpy(state.active_rounds)}
     always |= named_leaves(state.server, "server")
-    labels = {} if state.setup.supply is not None else {"targets": state.targets}
+    labels = {} if state.setup.data.supply is not None else {"targets": state.targets}
     if sparse is None:
         return always | labels | kept
     index = torch.from_numpy(sparse.there.nonzero()[0])

@@ -38,25 +38,25 @@ def make_manifest(setup: Setup, federation: Federation | OnDemand, group: Sequen
         "git_commit": git_commit(),
         "started": now(),
         "command": ["fedcpsl", *sys.argv[1:]],
-        "seed": setup.seed,
+        "seed": setup.terms.seed,
         "split_sha256": federation.digest,
         "devices": federation.devices,
         "classes": federation.classes,
         "class_names": list(federation.class_names),
         "input_shape": list(federation.shape),
         "features": list(federation.features),
-        "parameters": setup.method.network.initial.numel(),
-        "gradients_per_step": setup.method.traits.gradients_per_step,
+        "parameters": setup.terms.method.network.initial.numel(),
+        "gradients_per_step": setup.terms.method.traits.gradients_per_step,
         "layout": {
-            "executor": setup.executor,
-            "slots": setup.slots,
-            "processes": setup.processes,
-            "store": setup.store,
+            "executor": setup.machine.executor,
+            "slots": setup.machine.slots,
+            "processes": setup.machine.processes,
+            "store": setup.machine.store,
             "ranks": world()[1],
             "threads": torch.get_num_threads(),
             "company": list(group),  # the key since version 0.1
         },
-        **environment(setup.device_data.where),
+        **environment(setup.data.where),
     }
 
 

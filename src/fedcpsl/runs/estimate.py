@@ -83,24 +83,25 @@ def estimate(config: Config) -> tuple[Experiment, Estimate]:
     began = time.perf_counter()
     config, federation, setup = build(config)
     building = time.perf_counter() - began
-    setup = setup._replace(slots=config.run.slots or slots_that_fit([setup]))
-    experiment = Experiment(replace(config, run=replace(config.run, slots=setup.slots)), federation, setup)
+    machine = setup.machine._replace(slots=config.run.slots or slots_that_fit([setup]))
+    setup = setup._replace(machine=machine)
+    experiment = Experiment(replace(config, run=replace(config.run, slots=setup.machine.slots)), federation, setup)
     steps = steps_by_round(setup)
     pace, (host, accelerator) = measure_pace(setup, steps, gaps=config.run.gaps)
-    rounds = setup.total_rounds * pace.idle + sum(steps) * pace.step
-    rounds += setup.personal_rounds * pace.idle * (setup.devices / _active(setup) - 1)
-    evaluations = setup.total_rounds // config.run.evaluate_every * pace.evaluation
+    rounds = setup.terms.total_rounds * pace.idle + sum(steps) * pace.step
+    rounds += setup.terms.personal_rounds * pace.idle * (setup.terms.devices / _active(setup) - 1)
+    evaluations = setup.terms.total_rounds // config.run.evaluate_every * pace.evaluation
     found = Estimate(
         seconds=_range(building + pace.begins + ENDS, rounds + evaluations, pace),
         host_bytes=_memory(host + REPORT + _later_state_bytes(setup)),
         accelerator_bytes=None if accelerator is None else _memory(accelerator),
         folder_bytes=folder_bytes(experiment),
         building_seconds=building,
-        round_seconds=rounds / setup.total_rounds,
+        round_seconds=rounds / setup.terms.total_rounds,
         evaluation_seconds=pace.evaluation,
-        rounds=setup.total_rounds,
+        rounds=setup.terms.total_rounds,
         steps=sum(steps),
-        parameters=setup.method.network.initial.numel(),
+        parameters=setup.terms.method.network.initial.numel(),
         lacks=[],
     )
     return experiment, found._replace(lacks=list(shortages(setup, found, own_bytes())))
@@ -109,7 +110,7 @@ def estimate(config: Config) -> tuple[Experiment, Estimate]:
 def measure_pace(setup: Setup, steps: Sequence[int], *, gaps: bool) -> tuple[Pace, tuple[int, int | None]]:
     """Time rounds of one step and of more steps; returns the pace, and the memory on the host and the accelerator."""
     devices = _active(setup)
-    mean = max(1, round(sum(steps[: setup.rounds]) / setup.rounds / devices))
+    mean = max(1, round(sum(steps[: setup.terms.rounds]) / setup.terms.rounds / devices))
     one, used = time_rounds(setup, 1, TRIAL, gaps=gaps)
     count, many = 1, one
     while (
@@ -130,12 +131,12 @@ def measure_pace(setup: Setup, steps: Sequence[int], *, gaps: bool) -> tuple[Pac
 
 
 def _active(setup: Setup) -> int:
-    return setup.devices if setup.method.traits.everyone else setup.work.active
+    return setup.terms.devices if setup.terms.method.traits.everyone else setup.terms.work.active
 
 
 def steps_by_round(setup: Setup) -> list[int]:
     """Return the local steps of every round; in a long run, some rounds represent their neighbours."""
-    total = setup.total_rounds
+    total = setup.terms.total_rounds
     counted = np.unique(np.linspace(0, total - 1, min(total, MAX_ROUNDS)).round().astype(np.int64))
     found = {int(r): _steps_of(setup, int(r)) for r in counted}
     nearest = counted[np.abs(np.arange(total)[:, None] - counted).argmin(1)] if len(counted) < total else counted
@@ -143,11 +144,14 @@ def steps_by_round(setup: Setup) -> list[int]:
 
 
 def _steps_of(setup: Setup, round: int) -> int:
-    roster = setup.roster(round)
-    all_active = round >= setup.rounds or setup.method.traits.everyone
-    active = roster.tolist() if all_active else draw_active(setup.seed, round, roster, setup.work.active)
-    unlabelled = setup.method.traits.unlabelled
-    return sum(draw_steps(setup.seed, round, device, setup.sizes, setup.work, unlabelled) for device in active)
+    roster = setup.terms.roster(round)
+    all_active = round >= setup.terms.rounds or setup.terms.method.traits.everyone
+    active = roster.tolist() if all_active else draw_active(setup.terms.seed, round, roster, setup.terms.work.active)
+    unlabelled = setup.terms.method.traits.unlabelled
+    return sum(
+        draw_steps(setup.terms.seed, round, device, setup.terms.sizes, setup.terms.work, unlabelled)
+        for device in active
+    )
 
 
 def time_rounds(setup: Setup, steps: int, seconds: float, *, gaps: bool | None) -> tuple[Timed, tuple[int, int | None]]:
@@ -156,8 +160,8 @@ def time_rounds(setup: Setup, steps: int, seconds: float, *, gaps: bool | None) 
     Rounds are evaluated too, with the gaps of the theory or without, unless `gaps` is None. Also returns the memory
     used on the host and on the accelerator.
     """
-    work = setup.work._replace(unit="steps", amount=steps)
-    trial = setup._replace(work=work, rounds=max(setup.rounds, 1_000_000))
+    work = setup.terms.work._replace(unit="steps", amount=steps)
+    trial = setup._replace(terms=setup.terms._replace(work=work, rounds=max(setup.terms.rounds, 1_000_000)))
     examine, rounds, evaluations = examiner(), list[float](), list[float]()
     began = before = time.perf_counter()
     with closing(_synchronised(simulate(trial))) as states:
@@ -173,7 +177,7 @@ def time_rounds(setup: Setup, steps: int, seconds: float, *, gaps: bool | None) 
             before = time.perf_counter()
             if state.round > 2 and before - began > seconds:
                 break
-        used = peak_bytes(), accelerator_bytes(setup.device_data.where)
+        used = peak_bytes(), accelerator_bytes(setup.data.where)
     first, *later = evaluations or [0.0, 0.0]
     return Timed(rounds[0], rounds[1:], first, later), used
 
@@ -201,27 +205,27 @@ def _memory(likely: float) -> Range:
 
 def _later_state_bytes(setup: Setup) -> int:
     """Return the bytes that states in host memory will use once devices have been active."""
-    if not setup.sparse or setup.store != "host":
+    if not setup.sparse or setup.machine.store != "host":
         return 0
     return int(setup.state_bytes * _ever_active(setup))
 
 
 def _ever_active(setup: Setup) -> float:
     """Return the expected share of devices that are active at least once."""
-    if setup.method.traits.everyone or setup.personal_rounds:
+    if setup.terms.method.traits.everyone or setup.terms.personal_rounds:
         return 1.0
-    return float(1 - (1 - setup.work.active / setup.devices) ** setup.rounds)
+    return float(1 - (1 - setup.terms.work.active / setup.terms.devices) ** setup.terms.rounds)
 
 
 def folder_bytes(experiment: Experiment) -> int:
     """Return the maximum bytes of the run's folder: checkpoints, models, and states on disk."""
-    setup, parameters = experiment.setup, experiment.setup.method.network.initial
+    setup, parameters = experiment.setup, experiment.setup.terms.method.network.initial
     share = _ever_active(setup) if setup.sparse else 1.0
-    labels = 0 if setup.supply is not None else setup.device_data.one_hot.numel() * parameters.element_size()
+    labels = 0 if setup.data.supply is not None else setup.data.one_hot.numel() * parameters.element_size()
     checkpoint = share * setup.state_bytes + labels + 2 * parameters.numel() * parameters.element_size()
-    personal = setup.devices * share if setup.kept_method.traits.personal else 0
+    personal = setup.terms.devices * share if setup.terms.kept_method.traits.personal else 0
     models = (1 + personal) * parameters.numel() * parameters.element_size()
-    on_disk = share * setup.state_bytes if setup.store == "disk" else 0
+    on_disk = share * setup.state_bytes if setup.machine.store == "disk" else 0
     return int(
         KEPT * checkpoint + checkpoint + models + on_disk
     )  # a checkpoint is complete before an old one is deleted
@@ -232,7 +236,7 @@ def shortages(setup: Setup, found: Estimate, own: int) -> Iterator[str]:
     free = free_bytes(torch.device("cpu")) + own
     if found.host_bytes.likely > free:
         yield f"host memory: {_gb(found.host_bytes.likely)} needed, {_gb(free)} free; use --store disk or --devices"
-    where = setup.device_data.where
+    where = setup.data.where
     if found.accelerator_bytes and where.type == "cuda":
         free = free_bytes(where) + torch.cuda.memory_reserved(where)
         if found.accelerator_bytes.likely > free + CONTEXT:

@@ -84,24 +84,24 @@ def build(config: Config, source: Source | None = None, group: Sequence[Experime
     other = neighbour.setup if neighbour else None
     setup = prepare(federation, model, config.algorithm, config.work, config.run, beside=other)
     setup = _layout_of(other, setup, config.run) if other else fastest(setup, config.run)
-    if config.run.gaps and setup.method.traits.alone:
+    if config.run.gaps and setup.terms.method.traits.alone:
         raise InputError(f"run.gaps = true: {config.algorithm.name} has no server, and so no gap; give false")
-    if config.run.gaps and not applies(setup.method):
+    if config.run.gaps and not applies(setup.terms.method):
         raise InputError(f"run.gaps = true: the theory does not cover {config.algorithm.name}; give false")
-    if config.run.gaps and setup.supply is not None:
+    if config.run.gaps and setup.data.supply is not None:
         raise InputError("run.gaps = true: gaps need the samples of all devices at once; give false")
-    algorithm = setup.algorithm.decided(config.algorithm, setup.kept_method, eta)
-    where = setup.device_data.where
+    algorithm = setup.terms.algorithm.decided(config.algorithm, setup.terms.kept_method, eta)
+    where = setup.data.where
     run = replace(
         config.run,
-        executor=setup.executor,
-        slots=setup.slots,
-        processes=setup.processes,
-        store=setup.store,
+        executor=setup.machine.executor,
+        slots=setup.machine.slots,
+        processes=setup.machine.processes,
+        store=setup.machine.store,
         device=where.type if world()[1] > 1 else str(where),  # ranks choose their own GPUs
         evaluate_devices=choose_tested_count(config.run.evaluate_devices, federation),
     )
-    work = replace(config.work, active=setup.work.active)
+    work = replace(config.work, active=setup.terms.work.active)
     return Experiment(replace(config, algorithm=algorithm, run=run, work=work), federation, setup)
 
 
@@ -110,9 +110,9 @@ def _layout_of(other: Setup, setup: Setup, run: Run) -> Setup:
     return laid_out(
         setup,
         Layout(
-            other.executor if run.executor == AUTO else setup.executor,
-            run.slots or other.slots,
-            other.processes if run.processes == AUTO else setup.processes,
+            other.machine.executor if run.executor == AUTO else setup.machine.executor,
+            run.slots or other.machine.slots,
+            other.machine.processes if run.processes == AUTO else setup.machine.processes,
         ),
     )
 
@@ -201,7 +201,7 @@ def _with_slots(members: Sequence[GroupMember]) -> list[GroupMember]:
     for member in members:
         config, federation, setup = member.experiment
         config = replace(config, run=replace(config.run, slots=slots))
-        setup = setup._replace(slots=slots, store_folder=member.folder)
+        setup = setup._replace(machine=setup.machine._replace(slots=slots, store_folder=member.folder))
         found.append(member._replace(experiment=Experiment(config, federation, setup)))
     return found
 
@@ -229,12 +229,13 @@ def resume_together(folders: Sequence[Path], watches: Sequence[Watch], source: S
         experiment = build(config, source, [member.experiment for member in members])
         if experiment.federation.digest != manifest["split_sha256"]:
             raise InputError(f"{folder}: the data has changed since the run began; restore the old data")
-        experiment = experiment._replace(setup=experiment.setup._replace(store_folder=folder))
+        machine = experiment.setup.machine._replace(store_folder=folder)
+        experiment = experiment._replace(setup=experiment.setup._replace(machine=machine))
         members.append(GroupMember(experiment, folder, watch))
     with _all_locked(members), _errors_name_run(members):
         for member in members:
             manifest = run_folders.read_manifest(member.folder)
-            again = {"at": now(), **environment(member.experiment.setup.device_data.where)}
+            again = {"at": now(), **environment(member.experiment.setup.data.where)}
             run_folders.write_manifest(member.folder, manifest | {"resumed": [*manifest.get("resumed", []), again]})
         found = [{path.name: path for path in checkpoints(member.folder)} for member in members]
         common = sorted(set.intersection(*(set(paths) for paths in found)))
@@ -270,7 +271,7 @@ def _run(members: Sequence[GroupMember], from_states: Sequence[State] | None) ->
     with _stop_requests() as stop_requested:
         for states in simulate_together(setups, from_states):
             round = states[0].round
-            last = round == setups[0].total_rounds
+            last = round == setups[0].terms.total_rounds
             writer.record(states, evaluated=round % config.run.evaluate_every == 0 or last)
             stopping = stop_requested()
             if last or stopping or time.monotonic() - saved >= config.run.checkpoint_seconds:

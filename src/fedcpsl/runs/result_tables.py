@@ -41,7 +41,7 @@ class Confusion(NamedTuple):
 
 def write_tables(folder: Path, state: "State", evaluation: "Evaluation", class_names: Sequence[str]) -> None:
     """Write confusion.csv, then devices.csv, whose existence means that a run is finished."""
-    classes = class_names or list(map(str, range(state.setup.method.network.classes)))
+    classes = class_names or list(map(str, range(state.setup.terms.method.network.classes)))
     if len(classes) <= MAX_COUNTED:
         write_whole(folder / CONFUSION_FILE, to_csv(confusion(state, evaluation, classes)))
     write_whole(folder / "devices.csv", device_table(state, evaluation))
@@ -54,14 +54,14 @@ def device_table(state: "State", evaluation: "Evaluation") -> str:
     table = csv.writer(text, lineterminator="\n")
     table.writerow([*COLUMNS, TESTS])
     shown = (evaluation.personal, evaluation.general, evaluation.localized)
-    tests = np.diff(setup.device_data.test.start)
-    listed: Sequence[int] = range(setup.devices)
+    tests = np.diff(setup.data.test.start)
+    listed: Sequence[int] = range(setup.terms.devices)
     if state.sparse is not None:
         listed = sorted({*np.flatnonzero(state.sparse.there).tolist(), *evaluation.personal.devices})
     for i in listed:
         accuracies = [a.devices.get(i, "") if a else "" for a in shown]
-        sizes = (setup.sizes.labelled[i], setup.sizes.unlabelled[i])
-        table.writerow([i, setup.names[i], *sizes, state.active_rounds[i], *accuracies, tests[i]])
+        sizes = (setup.terms.sizes.labelled[i], setup.terms.sizes.unlabelled[i])
+        table.writerow([i, setup.terms.names[i], *sizes, state.active_rounds[i], *accuracies, tests[i]])
     return text.getvalue()
 
 
@@ -99,8 +99,8 @@ def _check_device(row: dict[str, str]) -> None:
 
 def confusion(state: "State", evaluation: "Evaluation", classes: Sequence[str]) -> Confusion:
     """Count classes and predicted classes over the tests of all evaluated devices."""
-    tests, made = state.setup.device_data.test, evaluation.predictions
-    tested = np.zeros(state.setup.devices, bool)
+    tests, made = state.setup.data.test, evaluation.predictions
+    tested = np.zeros(state.setup.terms.devices, bool)
     tested[list(evaluation.personal.devices)] = True
     here = np.repeat(tested, np.diff(tests.start))
     y = tests.y.cpu().numpy()[here]

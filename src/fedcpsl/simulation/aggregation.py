@@ -39,12 +39,12 @@ def keep_and_count(
     alike: dict[Any, list[Arrived]] = {}
     for finished in all_finished:
         state = states[finished.run]
-        method = state.setup.method_of(finished.group[0])
+        method = state.setup.terms.method_of(finished.group[0])
         arrived = [i for i, task in enumerate(finished.group) if not task.lost]
         if method.sends_nothing or len(arrived) < len(finished.group):
             put(state.devices, state.sparse, [task.device for task in finished.group], finished.device)
         if arrived and not method.sends_nothing:
-            key = (state.setup.algorithm, id(method.network.module), method[1:])
+            key = (state.setup.terms.algorithm, id(method.network.module), method[1:])
             alike.setdefault(key, []).append((finished, arrived))
     for pieces in alike.values():
         for some in [pieces] if pieces[0][0].costs.is_cuda else [[piece] for piece in pieces]:
@@ -56,7 +56,7 @@ def _count(
 ) -> Iterator[tuple[int, Tree]]:
     """Sum what arrived, run by run, and let those devices know that they were counted."""
     setup, where = states[pieces[0][0].run].setup, states[0].targets.device
-    algorithm, method = setup.algorithm, setup.method_of(pieces[0][0].group[0])
+    algorithm, method = setup.terms.algorithm, setup.terms.method_of(pieces[0][0].group[0])
     counts = [len(arrived) for _, arrived in pieces]
     hyper = hyper_of([Slot(f.run, requests[f.run], f.group[i]) for f, arrived in pieces for i in arrived])
     device, upload, broadcast = _together(requests, pieces, counts)
@@ -66,8 +66,8 @@ def _count(
         state, counted = states[finished.run], [finished.group[i].device for i in arrived]
         mine = slice(first, first + len(counted))
         put(state.devices, state.sparse, counted, map_tensors(lambda t, i=mine: t[i], committed))
-        shares.append(omega(state.setup.sizes, state.setup.roster(state.round), counted))
-    weights = to_device(np.concatenate(shares), where).to(setup.device_data.dtype)
+        shares.append(omega(state.setup.terms.sizes, state.setup.terms.roster(state.round), counted))
+    weights = to_device(np.concatenate(shares), where).to(setup.data.dtype)
     if optional(algorithm, "receive"):
         for (finished, arrived), first in zip(pieces, accumulate([0, *counts]), strict=False):
             mine = slice(first, first + len(arrived))

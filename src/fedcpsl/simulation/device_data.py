@@ -72,6 +72,7 @@ class DeviceData(NamedTuple):
     test: Held
     validation: Held
     made_of: Federation | None = None  # None: what it holds changes from round to round
+    supply: OnDemand | None = None  # makes the samples of active devices; None: all are there
 
     @property
     def where(self) -> torch.device:
@@ -226,6 +227,7 @@ def _empty_buffers(
         unlabelled=sizes.unlabelled,
         test=hold(held, tests, TEST, tested, supply.devices),
         validation=hold(held, tests, VALIDATION, tested, supply.devices),
+        supply=supply,
     )
 
 

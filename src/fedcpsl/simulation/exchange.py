@@ -75,7 +75,7 @@ def _agree(error: Exception | None) -> None:
 def _example(request: RoundRequest, plans: Plans) -> Tree | None:
     """What one device of a run leaves behind in this round, by its shapes; None where no device is active."""
     active = [task for plan in plans for task in plan]
-    return example_of(request, request.setup.method_of(active[0])) if active else None
+    return example_of(request, request.setup.terms.method_of(active[0])) if active else None
 
 
 def _rows_of(run: int, plan: Sequence[DeviceRound], finished: Sequence[Finished]) -> list[Tensor]:
@@ -93,7 +93,7 @@ def _labels(requests: Sequence[RoundRequest], plans: Plans, data: TrainingData) 
     for request, plan in zip(requests, plans, strict=True):
         for task in plan:
             if is_due(request, task):
-                rows = request.setup.device_data.unlabelled_rows(task.device)
+                rows = request.setup.data.unlabelled_rows(task.device)
                 found.append(data.targets[request.first_row + rows.start : request.first_row + rows.stop])
     return found
 

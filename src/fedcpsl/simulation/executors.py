@@ -51,7 +51,7 @@ def local_rounds(
     """New pseudo-labels for the planned devices, then their local steps, group by group, in device order."""
     renew_labels(requests, data)
     for program, group in groups(requests, data):
-        if len(group) == 1 and not group[0].request.setup.vectorised:
+        if len(group) == 1 and not group[0].request.setup.machine.vectorised:
             yield _one(program, group[0])
         else:
             yield from _side_by_side(program, group, take_steps or steps_one_by_one)
@@ -65,22 +65,26 @@ def groups(requests: Sequence[RoundRequest], data: TrainingData) -> Iterator[tup
             together.setdefault(_program_key(request.setup, task), []).append(Slot(run, request, task))
     for key, slots in together.items():
         setup = slots[0].request.setup
-        most = min((slot.request.setup.slots or len(slots)) for slot in slots) if setup.vectorised else 1
+        most = (
+            min((slot.request.setup.machine.slots or len(slots)) for slot in slots) if setup.machine.vectorised else 1
+        )
         for piece in _even_pieces(len(slots), most):
-            method = merged_method(setup.algorithm, [s.request.setup.method_of(s.task) for s in slots[piece]])
-            yield Program((*key, method.rules), setup.algorithm, method, data), slots[piece]
+            method = merged_method(
+                setup.terms.algorithm, [s.request.setup.terms.method_of(s.task) for s in slots[piece]]
+            )
+            yield Program((*key, method.rules), setup.terms.algorithm, method, data), slots[piece]
 
 
 def _program_key(setup: Setup, task: DeviceRound) -> tuple[Any, ...]:
     """Equal for slots whose steps are one program."""
-    method = setup.method_of(task)
+    method = setup.terms.method_of(task)
     return (
         id(method.network.module),
-        setup.vectorised,
-        setup.algorithm,
-        alike(setup.algorithm, method),
+        setup.machine.vectorised,
+        setup.terms.algorithm,
+        alike(setup.terms.algorithm, method),
         method.personal_round,
-        setup.batch_widths,
+        setup.terms.batch_widths,
     )
 
 
@@ -93,7 +97,7 @@ def _even_pieces(count: int, most: int) -> Iterator[slice]:
 
 def _one(program: Program, slot: Slot) -> Finished:
     task, algorithm, method = slot.task, program.algorithm, program.method
-    hyper, where = map_tensors(lambda t: t[0], hyper_of([slot])), slot.request.setup.device_data.where
+    hyper, where = map_tensors(lambda t: t[0], hyper_of([slot])), slot.request.setup.data.where
     device = map_tensors(lambda t: t[task.device].to(where, copy=True), slot.request.devices)
     broadcast = slot.request.broadcast_to(task.device)
     batches = batch_plan([slot], program.data).of_slots(0)
@@ -134,13 +138,13 @@ def _side_by_side(program: Program, group: Sequence[Slot], take_steps: LocalStep
 def example_of(request: RoundRequest, method: Method) -> tuple[Tree, Tree, Tensor]:
     """What a device of a run leaves behind, by its shapes: what it keeps, its upload and its costs."""
     setup = request.setup
-    hyper = map_tensors(lambda t: t[0], setup.hyper)
-    device = map_tensors(lambda t: t[0].to(setup.device_data.where), request.devices)
+    hyper = map_tensors(lambda t: t[0], setup.terms.hyper)
+    device = map_tensors(lambda t: t[0].to(setup.data.where), request.devices)
     sent = request.broadcast if request.rows is None else map_tensors(lambda t: t[0], request.broadcast)
-    local = setup.algorithm.begin(method, hyper, sent, device)
-    steps = torch.ones((), dtype=torch.int64, device=setup.device_data.where)
-    kept, upload = setup.algorithm.finish(method, hyper, sent, device, local, steps)
-    return kept, upload, setup.algorithm.costs(local)
+    local = setup.terms.algorithm.begin(method, hyper, sent, device)
+    steps = torch.ones((), dtype=torch.int64, device=setup.data.where)
+    kept, upload = setup.terms.algorithm.finish(method, hyper, sent, device, local, steps)
+    return kept, upload, setup.terms.algorithm.costs(local)
 
 
 def all_finite(device: Tree, upload: Tree, costs: Tensor) -> Tensor:

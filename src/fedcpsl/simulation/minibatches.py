@@ -58,13 +58,13 @@ class BatchPlan(NamedTuple):
 def batch_plan(slots: Sequence[Slot], data: TrainingData) -> BatchPlan:
     """What the schedules of some slots draw, row by row."""
     setup = slots[0].request.setup
-    widths, where, dtype = setup.batch_widths, setup.device_data.where, setup.device_data.dtype
+    widths, where, dtype = setup.terms.batch_widths, setup.data.where, setup.data.dtype
     longest = max(slot.task.steps for slot in slots)
     rows = np.zeros((longest, len(slots), sum(widths)), np.int64)
     weights = np.zeros((2, len(slots), sum(widths)))
-    keys = np.zeros(rows.shape, np.int64) if setup.method.network.has_dropout else None
+    keys = np.zeros(rows.shape, np.int64) if setup.terms.method.network.has_dropout else None
     for i, slot in enumerate(slots):
-        task, device_data = slot.task, slot.request.setup.device_data
+        task, device_data = slot.task, slot.request.setup.data
         start = slot.request.first_row + device_data.start[task.device]
         rows[:, i] = start
         for kind, (drawn, offset) in enumerate(
@@ -88,18 +88,16 @@ def batch_plan(slots: Sequence[Slot], data: TrainingData) -> BatchPlan:
         shift,
         scale,
     )
-    if not slots[0].task.personal or optional(setup.algorithm, "partner") is None:
+    if not slots[0].task.personal or optional(setup.terms.algorithm, "partner") is None:
         return batches
     partner, first = _partners(slots)
-    starts = np.array(
-        [slot.request.first_row + slot.request.setup.device_data.start[slot.task.device] for slot in slots]
-    )
+    starts = np.array([slot.request.first_row + slot.request.setup.data.start[slot.task.device] for slot in slots])
     return batches._replace(partner=partner, partner_rows=to_device(rows - (starts - first)[:, None], where))
 
 
 def scaling_of(slots: Sequence[Slot]) -> tuple[Tensor | None, Tensor | None]:
     """Shift and scale of every slot's inputs, [slots, 1, ...], where they are bytes."""
-    inputs = [slot.request.setup.device_data.inputs for slot in slots]
+    inputs = [slot.request.setup.data.inputs for slot in slots]
     shifts, scales = (
         [t for t in given if t is not None] for given in zip(*(each[-2:] for each in inputs), strict=True)
     )
@@ -119,10 +117,10 @@ def _partners(slots: Sequence[Slot]) -> tuple[Tensor, NDArray[np.int64]]:
     with torch.no_grad():
         for slot in slots:
             setup = slot.request.setup
-            theta = optional(setup.algorithm, "partner")(slot.request.broadcast_to(slot.task.device))
+            theta = optional(setup.terms.algorithm, "partner")(slot.request.broadcast_to(slot.task.device))
             first.append(begun)
-            for some in setup.device_data.x(setup.device_data.all_rows(slot.task.device)).split(ROWS_AT_ONCE):
-                pieces.append(setup.method.network.log_probabilities(theta, some))
+            for some in setup.data.x(setup.data.all_rows(slot.task.device)).split(ROWS_AT_ONCE):
+                pieces.append(setup.terms.method.network.log_probabilities(theta, some))
                 begun += len(some)
     return torch.cat(pieces), np.array(first, np.int64)
 
@@ -162,11 +160,15 @@ def renew_labels(requests: Sequence[RoundRequest], data: TrainingData) -> None:
     """Renew the rows of all devices that are due, in place."""
     due: dict[Any, list[Slot]] = {}
     for run, request in enumerate(requests):
-        method = request.setup.method
+        method = request.setup.terms.method
         for task in request.plan:
             if is_due(request, task):
-                together = request.setup.vectorised and data.targets.is_cuda
-                key = (id(method.network.module), request.setup.algorithm, alike(request.setup.algorithm, method))
+                together = request.setup.machine.vectorised and data.targets.is_cuda
+                key = (
+                    id(method.network.module),
+                    request.setup.terms.algorithm,
+                    alike(request.setup.terms.algorithm, method),
+                )
                 due.setdefault(key if together else (run, task.device), []).append(Slot(run, request, task))
     for slots in due.values():
         if len(slots) == 1:
@@ -177,8 +179,8 @@ def renew_labels(requests: Sequence[RoundRequest], data: TrainingData) -> None:
 
 def is_due(request: RoundRequest, task: DeviceRound) -> bool:
     """Whether a device renews its pseudo-labels in a round."""
-    labels = is_relabelled(request.setup.algorithm, request.setup.method, warming=task.warming)
-    return bool(labels and task.relabels and request.setup.sizes.unlabelled[task.device] > 0)
+    labels = is_relabelled(request.setup.terms.algorithm, request.setup.terms.method, warming=task.warming)
+    return bool(labels and task.relabels and request.setup.terms.sizes.unlabelled[task.device] > 0)
 
 
 def _renew_one(slot: Slot, data: TrainingData) -> None:
@@ -189,9 +191,9 @@ def _renew_one(slot: Slot, data: TrainingData) -> None:
     nu = data.targets[first + rows.start : first + rows.stop]
 
     def inputs(begin: int, end: int) -> Tensor:
-        return setup.device_data.x(slice(rows.start + begin, rows.start + end))
+        return setup.data.x(slice(rows.start + begin, rows.start + end))
 
-    nu.copy_(relabelled(setup.algorithm, setup.method, hyper, sent, kept, inputs, nu))
+    nu.copy_(relabelled(setup.terms.algorithm, setup.terms.method, hyper, sent, kept, inputs, nu))
 
 
 def _renew_together(slots: Sequence[Slot], data: TrainingData) -> None:
@@ -220,8 +222,8 @@ def _renew_block(
     shape = (len(slots), width)
     x = taken(data.raw, data.source.index_select(0, flat), shape, *scaling_of(slots))
     nu = data.targets.index_select(0, flat).view(*shape, -1)
-    relabel = optional(setup.algorithm, "relabel")
-    renewed = relabel(setup.method, hyper_of(slots), broadcast, device, x, nu, all_of_each)
+    relabel = optional(setup.terms.algorithm, "relabel")
+    renewed = relabel(setup.terms.method, hyper_of(slots), broadcast, device, x, nu, all_of_each)
     total = int(counts.sum())  # known here, so that the host need not wait to be told
     slot = torch.repeat_interleave(torch.arange(len(slots), device=begin.device), own, output_size=total)
     real = slot * width + torch.arange(total, device=begin.device) - before[slot]
@@ -229,4 +231,4 @@ def _renew_block(
 
 
 def _rows(slot: Slot) -> slice:
-    return slot.request.setup.device_data.unlabelled_rows(slot.task.device)
+    return slot.request.setup.data.unlabelled_rows(slot.task.device)

@@ -44,7 +44,7 @@ class RoundRequest(NamedTuple):
         """What some devices are sent, [devices, ...]; without that dimension where it is the same for all."""
         if self.rows is None:
             return self.broadcast
-        index = to_device([self.rows[device] for device in devices], self.setup.device_data.where)
+        index = to_device([self.rows[device] for device in devices], self.setup.data.where)
         return map_tensors(lambda t: t[index], self.broadcast)
 
 
@@ -58,11 +58,11 @@ class Slot(NamedTuple):
 
 def broadcasts_to(setup: Setup, server: Tree, devices: Sequence[int]) -> tuple[Tree, Mapping[int, int] | None]:
     """What the server sends to some devices, and where each finds its own; None: it is the same for all."""
-    each = optional(setup.algorithm, "broadcast_each")
+    each = optional(setup.terms.algorithm, "broadcast_each")
     if each is None:
-        return setup.algorithm.broadcast(server), None
-    ids = torch.tensor(list(devices), dtype=torch.int64, device=setup.device_data.where)
-    return each(setup.method, server, ids), {device: row for row, device in enumerate(devices)}
+        return setup.terms.algorithm.broadcast(server), None
+    ids = torch.tensor(list(devices), dtype=torch.int64, device=setup.data.where)
+    return each(setup.terms.method, server, ids), {device: row for row, device in enumerate(devices)}
 
 
 def training_data_of(device_data: DeviceData, targets: Tensor) -> TrainingData:
@@ -86,10 +86,12 @@ def joint_data(each_data: Sequence[DeviceData], targets: Sequence[Tensor]) -> Tr
 
 def hyper_of(slots: Sequence[Slot]) -> Tree:
     """The numbers of some slots, one of each."""
-    tables = [slot.request.setup.warming if slot.task.warming else slot.request.setup.numbers for slot in slots]
+    tables = [
+        slot.request.setup.terms.warming if slot.task.warming else slot.request.setup.terms.numbers for slot in slots
+    ]
     table = np.stack([table[:, slot.task.device] for table, slot in zip(tables, slots, strict=True)], 1)
     setup = slots[0].request.setup
-    return rebuilt(setup.hyper, to_device(table, setup.device_data.where).to(setup.device_data.dtype).unbind())
+    return rebuilt(setup.terms.hyper, to_device(table, setup.data.where).to(setup.data.dtype).unbind())
 
 
 def expanded(request: RoundRequest, devices: Sequence[int]) -> Tree:
@@ -101,7 +103,7 @@ def expanded(request: RoundRequest, devices: Sequence[int]) -> Tree:
 def states_of(slots: Sequence[Slot]) -> tuple[Tree, Tree]:
     """What the slots' devices keep, and what each was sent, [slots, ...]; zeros where a run lacks what others have."""
     requests = {slot.run: slot.request for slot in sorted(slots, key=lambda slot: slot.run)}
-    where = slots[0].request.setup.device_data.where
+    where = slots[0].request.setup.data.where
     if len(requests) == 1:
         (request,) = requests.values()
         which = [slot.task.device for slot in slots]

@@ -32,21 +32,21 @@ def simulate_together(setups: Sequence[Setup], start: Sequence[State] | None = N
     Yields the states of all runs at the start (unless given) and after every round. A run that has had all its rounds
     keeps its last state.
     """
-    if len(setups) > 1 and any(setup.supply is not None for setup in setups):
+    if len(setups) > 1 and any(setup.data.supply is not None for setup in setups):
         raise InputError("samples made on demand: such runs go one after another; simulate each alone")
     states = list(start or map(initial_state, setups))
     if start is None:
         yield states
-    data = joint_data([setup.device_data for setup in setups], [state.targets for state in states])
+    data = joint_data([setup.data for setup in setups], [state.targets for state in states])
     first_rows = [0, *accumulate(len(state.targets) for state in states)]
     requests = [_largest_request(state, first) for state, first in zip(states, first_rows, strict=False)]
     with choose_backend(requests, data) as (devices, data, run):
         pieces = data.targets.split([len(state.targets) for state in states])
         states = [s._replace(devices=d, targets=t) for s, d, t in zip(states, devices, pieces, strict=True)]
-        while any(state.round < state.setup.total_rounds for state in states):
-            plans = [draw_plan(state) if state.round < state.setup.total_rounds else None for state in states]
+        while any(state.round < state.setup.terms.total_rounds for state in states):
+            plans = [draw_plan(state) if state.round < state.setup.terms.total_rounds else None for state in states]
             states = next_states(states, plans, data, first_rows, run)
-            if all(state.round == state.setup.total_rounds for state in states):
+            if all(state.round == state.setup.terms.total_rounds for state in states):
                 raise_if_not_finite(states)
             yield states
 
@@ -61,30 +61,33 @@ def raise_if_not_finite(states: Sequence[State]) -> None:
 def draw_plan(state: State) -> list[DeviceRound]:
     """The schedule of the state's next round."""
     setup, round = state.setup, state.round
-    roster = setup.roster(round)
-    everybody = round >= setup.rounds
-    complete = everybody or setup.method.traits.everyone
-    active = roster.tolist() if complete else draw_active(setup.seed, round, roster, setup.work.active)
+    roster = setup.terms.roster(round)
+    everybody = round >= setup.terms.rounds
+    complete = everybody or setup.terms.method.traits.everyone
+    active = roster.tolist() if complete else draw_active(setup.terms.seed, round, roster, setup.terms.work.active)
     plan = draw_tasks(
-        setup.seed,
+        setup.terms.seed,
         round,
         active,
-        setup.sizes,
-        setup.work,
-        unlabelled=setup.method.traits.unlabelled,
-        dropout=setup.method.network.has_dropout,
+        setup.terms.sizes,
+        setup.terms.work,
+        unlabelled=setup.terms.method.traits.unlabelled,
+        dropout=setup.terms.method.network.has_dropout,
     )
     if everybody:
-        labels = setup.two_phase and round == setup.rounds  # nu is fixed, once every device has labelled at theta^R
+        labels = (
+            setup.terms.two_phase and round == setup.terms.rounds
+        )  # nu is fixed, once every device has labelled at theta^R
         return [task._replace(personal=True, relabels=labels, lost=False) for task in plan]
     return [
-        task._replace(warming=bool(state.active_rounds[task.device] < setup.method.traits.warm_up)) for task in plan
+        task._replace(warming=bool(state.active_rounds[task.device] < setup.terms.method.traits.warm_up))
+        for task in plan
     ]
 
 
 def next_state(state: State, plan: Sequence[DeviceRound], run: LocalRounds = local_rounds) -> State:
     """One round of Algorithm 1 by a given schedule."""
-    return next_states([state], [plan], training_data_of(state.setup.device_data, state.targets), [0], run)[0]
+    return next_states([state], [plan], training_data_of(state.setup.data, state.targets), [0], run)[0]
 
 
 def next_states(
@@ -132,9 +135,9 @@ def _after(
     """The state once the server has counted the round's uploads."""
     setup, server, working = state.setup, state.server, request.plan
     if isinstance(total, list):
-        server = optional(setup.algorithm, "receive")(setup.method, server, *_in_device_order(total))
+        server = optional(setup.terms.algorithm, "receive")(setup.terms.method, server, *_in_device_order(total))
     elif total is not None:
-        server = setup.algorithm.apply(setup.method, server, total, len(setup.roster(state.round)))
+        server = setup.terms.algorithm.apply(setup.terms.method, server, total, len(setup.terms.roster(state.round)))
     active_rounds = state.active_rounds.copy()
     active_rounds[[task.device for task in working if not task.personal]] += 1
     sent = request.broadcast if request.rows is None else map_tensors(lambda t: t[:1], request.broadcast)
@@ -148,7 +151,7 @@ def _after(
         uplink_bytes=state.uplink_bytes + len(working) * up,
         downlink_bytes=state.downlink_bytes + len(plan) * down,
         costs=costs,
-        lost=state.lost + (0 if setup.method.traits.alone else sum(task.lost for task in working)),
+        lost=state.lost + (0 if setup.terms.method.traits.alone else sum(task.lost for task in working)),
     )
 
 
@@ -171,8 +174,8 @@ def _request(state: State, plan: Sequence[DeviceRound], first_row: int) -> Round
 def _largest_request(state: State, first_row: int) -> RoundRequest:
     """The largest request that a run can have, for allocating buffers."""
     setup = state.setup
-    everybody = setup.method.traits.everyone or setup.personal_rounds
-    most = range(setup.devices if everybody else min(setup.work.active, setup.devices))
+    everybody = setup.terms.method.traits.everyone or setup.terms.personal_rounds
+    most = range(setup.terms.devices if everybody else min(setup.terms.work.active, setup.terms.devices))
     broadcast, rows = broadcasts_to(setup, state.server, most)
     return RoundRequest(setup, (), state.devices, broadcast, first_row, rows=rows)
 
@@ -186,7 +189,7 @@ def _with_finite_checks(
     finite_servers = _are_finite([t for server in servers for t in server]).split([len(server) for server in servers])
     for run, state in enumerate(after):
         own = [finished for finished in all_finished if finished.run == run]
-        names = [state.setup.names[task.device] for finished in own for task in finished.group]
+        names = [state.setup.terms.names[task.device] for finished in own for task in finished.group]
         errors += [
             f"the loss of device {name} is no longer a finite number in round {state.round}; {SMALLER}"
             for name in names
@@ -216,23 +219,25 @@ def _are_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def _traffic(setup: Setup, round: int, broadcast: Tree, own: Sequence[Finished]) -> tuple[int, int]:
     """Bytes that one device sends and is sent in a round."""
-    if setup.method.traits.alone:
+    if setup.terms.method.traits.alone:
         return 0, 0
-    if round >= setup.rounds:
-        return 0, bytes_of(setup.method.network.initial) if round == setup.rounds else 0  # the last theta, once
+    if round >= setup.terms.rounds:
+        return 0, bytes_of(
+            setup.terms.method.network.initial
+        ) if round == setup.terms.rounds else 0  # the last theta, once
     sent = bytes_of(map_tensors(lambda t: t[0], own[0].upload)) if own else 0
     return sent, bytes_of(broadcast)
 
 
 def _admit_joiners(state: State) -> State:
     setup = state.setup
-    joiners = np.flatnonzero(setup.joins == state.round) if state.round else np.empty(0, np.int64)
+    joiners = np.flatnonzero(setup.terms.joins == state.round) if state.round else np.empty(0, np.int64)
     if not len(joiners):
         return state
-    before, after = setup.roster(state.round - 1), setup.roster(state.round)
-    rosters = [Roster(len(devices), setup.samples_in(devices)) for devices in (before, after)]
-    server = setup.algorithm.admit(setup.method, state.server, *rosters)
-    broadcast, one = setup.sent_to(server, int(joiners[0])), setup.first_device(server, int(joiners[0]))
+    before, after = setup.terms.roster(state.round - 1), setup.terms.roster(state.round)
+    rosters = [Roster(len(devices), setup.terms.samples_in(devices)) for devices in (before, after)]
+    server = setup.terms.algorithm.admit(setup.terms.method, state.server, *rosters)
+    broadcast, one = setup.terms.sent_to(server, int(joiners[0])), setup.terms.first_device(server, int(joiners[0]))
     if state.sparse:
         state = state._replace(sparse=state.sparse._replace(starts=state.sparse.starts | {state.round: one}))
     else:

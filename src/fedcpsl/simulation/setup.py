@@ -29,8 +29,8 @@ from fedcpsl.simulation.store import choose_store
 from fedcpsl.trees import Tree, bytes_of, map_tensors
 
 
-class Setup(NamedTuple):
-    """What a simulation reads and never changes."""
+class RunTerms(NamedTuple):
+    """What a run's server and devices agree on before any data: algorithm, numbers, schedule and sizes."""
 
     algorithm: Algorithm
     method: Method
@@ -44,70 +44,21 @@ class Setup(NamedTuple):
     two_phase: bool
     joins: NDArray[np.int64]  # the round from which a device is in the roster
     sizes: schedule.Sizes
-    device_data: DeviceData
     names: tuple[str, ...]
     seed: int
-    vectorised: bool  # devices side by side, or one after another
-    slots: int  # most devices side by side; 0: all
-    processes: int  # that share each round's devices
-    store: str  # where device states live
-    store_folder: Path | None = None  # for those on disk; None: wherever temporary files go
-    supply: OnDemand | None = None  # makes the samples of active devices; None: all are there
 
     @property
     def devices(self) -> int:
         return len(self.names)
 
     @property
-    def executor(self) -> str:
-        return "vectorised" if self.vectorised else "sequential"
-
-    @property
-    def sparse(self) -> bool:
-        """Whether states take room only once a device has been active."""
-        return self.store != "accelerator" or self.supply is not None
-
-    @property
-    def nu_shape(self) -> tuple[int, int]:
-        """Of one device's pseudo-labels, where they are kept beside its state."""
-        kept = self.supply is not None and self.method.traits.unlabelled
-        return int(self.sizes.unlabelled.max()) if kept else 0, self.method.network.classes
-
-    @property
-    def state_bytes(self) -> int:
-        """What the states of all devices take once each has been active."""
-        return self.devices * (self.device_bytes + prod(self.nu_shape) * self.device_data.dtype.itemsize)
-
-    @property
-    def device_bytes(self) -> int:
-        """What one device keeps, its pseudo-labels aside."""
-        return bytes_of(self.first_device(self.first_server()))
-
-    def first_server(self) -> Tree:
-        """What the server starts with."""
-        return self.algorithm.init_server(self.method, self.devices)
-
-    def first_device(self, server: Tree, device: int = 0) -> Tree:
-        """What a device starts with that joins now."""
-        return self.algorithm.init_device(self.kept_method, self.sent_to(server, device))
-
-    def sent_to(self, server: Tree, device: int) -> Tree:
-        """What the server sends to one device."""
-        each = optional(self.algorithm, "broadcast_each")
-        if each is None:
-            return self.algorithm.broadcast(server)
-        return map_tensors(
-            lambda t: t[0], each(self.method, server, torch.tensor([device], device=self.device_data.where))
-        )
+    def total_rounds(self) -> int:
+        return self.rounds + self.personal_rounds
 
     @property
     def batch_widths(self) -> tuple[int, int]:
         """Labelled and unlabelled samples of a minibatch."""
         return self.work.batch_labelled, self.work.batch_unlabelled if self.method.traits.unlabelled else 0
-
-    @property
-    def total_rounds(self) -> int:
-        return self.rounds + self.personal_rounds
 
     @property
     def kept_method(self) -> Method:
@@ -127,6 +78,65 @@ class Setup(NamedTuple):
 
     def samples_in(self, roster: NDArray[np.int64]) -> int:
         return int(self.sizes.labelled[roster].sum() + self.sizes.unlabelled[roster].sum())
+
+    @property
+    def device_bytes(self) -> int:
+        """What one device keeps, its pseudo-labels aside."""
+        return bytes_of(self.first_device(self.first_server()))
+
+    def first_server(self) -> Tree:
+        """What the server starts with."""
+        return self.algorithm.init_server(self.method, self.devices)
+
+    def first_device(self, server: Tree, device: int = 0) -> Tree:
+        """What a device starts with that joins now."""
+        return self.algorithm.init_device(self.kept_method, self.sent_to(server, device))
+
+    def sent_to(self, server: Tree, device: int) -> Tree:
+        """What the server sends to one device."""
+        each = optional(self.algorithm, "broadcast_each")
+        if each is None:
+            return self.algorithm.broadcast(server)
+        ids = torch.tensor([device], device=self.method.network.initial.device)
+        return map_tensors(lambda t: t[0], each(self.method, server, ids))
+
+
+class Machine(NamedTuple):
+    """How a run is computed: changes its speed, never its result."""
+
+    vectorised: bool  # devices side by side, or one after another
+    slots: int  # most devices side by side; 0: all
+    processes: int  # that share each round's devices
+    store: str  # where device states live
+    store_folder: Path | None = None  # for those on disk; None: where temporary files go
+
+    @property
+    def executor(self) -> str:
+        return "vectorised" if self.vectorised else "sequential"
+
+
+class Setup(NamedTuple):
+    """What a simulation reads and never changes."""
+
+    terms: RunTerms
+    data: DeviceData
+    machine: Machine
+
+    @property
+    def sparse(self) -> bool:
+        """Whether states take memory only once a device has been active."""
+        return self.machine.store != "accelerator" or self.data.supply is not None
+
+    @property
+    def nu_shape(self) -> tuple[int, int]:
+        """Of one device's pseudo-labels, where they are kept beside its state."""
+        kept = self.data.supply is not None and self.terms.method.traits.unlabelled
+        return int(self.terms.sizes.unlabelled.max()) if kept else 0, self.terms.method.network.classes
+
+    @property
+    def state_bytes(self) -> int:
+        """What the states of all devices take once each has been active."""
+        return self.terms.devices * (self.terms.device_bytes + prod(self.nu_shape) * self.data.dtype.itemsize)
 
 
 def prepare(
@@ -154,15 +164,15 @@ def prepare(
     joins = _joins(work, federation.devices)
     active = choose_active(work.active, traits, federation.devices - work.joiners)
     most = federation.devices if traits.everyone or work.personal_rounds else active
-    device_data = device_data_of(
-        federation, device, dtype, beside.device_data if beside else None, most, run.evaluate_devices
+    device_data = device_data_of(federation, device, dtype, beside.data if beside else None, most, run.evaluate_devices)
+    network = _network(
+        model, device_data, federation.classes, run.precision, beside.terms.method.network if beside else None
     )
-    network = _network(model, device_data, federation.classes, run.precision, beside.method.network if beside else None)
     network.batched = choose_executor(run.executor, network, device) == "vectorised"
     found = resolved(algorithm, network, work, costs)
     kept = found.kept_method(work)
     numbers, warming = numbers_of(found.algorithm, kept, algorithm, federation.sizes)
-    setup = Setup(
+    terms = RunTerms(
         algorithm=found.algorithm,
         method=found.method,
         personal_method=found.personal_method,
@@ -175,17 +185,13 @@ def prepare(
         two_phase=work.two_phase,
         joins=joins,
         sizes=federation.sizes,
-        device_data=device_data,
         names=federation.names,
         seed=run.seed,
-        vectorised=network.batched,
-        slots=choose_slots(run, network, device),
-        processes=choose_processes(run.processes, device, active),
-        store=run.store,
-        supply=federation if isinstance(federation, OnDemand) else None,
     )
-    store = choose_store(run.store, setup.state_bytes, device, on_demand=setup.supply is not None)
-    return setup._replace(store=store)
+    slots, processes = choose_slots(run, network, device), choose_processes(run.processes, device, active)
+    setup = Setup(terms, device_data, Machine(network.batched, slots, processes, run.store))
+    store = choose_store(run.store, setup.state_bytes, device, on_demand=device_data.supply is not None)
+    return setup._replace(machine=setup.machine._replace(store=store))
 
 
 def choose_active(active: int | str, traits: Traits, devices: int) -> int:

@@ -53,9 +53,9 @@ class State(NamedTuple):
 
     def nu(self, device: int) -> Tensor:
         """The pseudo-labels of one device, [unlabelled samples, classes]."""
-        if self.sparse is None or self.setup.supply is None:
-            return self.targets[self.setup.device_data.unlabelled_rows(device)]
-        count, classes = int(self.setup.sizes.unlabelled[device]), self.targets.shape[1]
+        if self.sparse is None or self.setup.data.supply is None:
+            return self.targets[self.setup.data.unlabelled_rows(device)]
+        count, classes = int(self.setup.terms.sizes.unlabelled[device]), self.targets.shape[1]
         if self.sparse.there[device] and self.sparse.nu.numel():
             return self.sparse.nu[device, :count].to(self.targets.device)
         return self.targets.new_full((count, classes), 1 / classes)
@@ -63,34 +63,39 @@ class State(NamedTuple):
     def device(self, device: int) -> Tree:
         """What one device keeps."""
         if self.sparse is not None and not self.sparse.there[device]:
-            return self.sparse.start(int(self.setup.joins[device]))
+            return self.sparse.start(int(self.setup.terms.joins[device]))
         return map_tensors(lambda t: t[device].to(self.targets.device), self.devices)
 
     def hyper(self, device: int) -> Tree:
         """The numbers that one device works with."""
-        return map_tensors(lambda t: t[device], self.setup.hyper)
+        return map_tensors(lambda t: t[device], self.setup.terms.hyper)
 
 
 def initial_state(setup: Setup) -> State:
     """Round 0: every device in the roster has been sent theta^0."""
-    server = setup.first_server()
-    one = setup.first_device(server)
+    server = setup.terms.first_server()
+    one = setup.terms.first_device(server)
     sparse: Sparse | None = None
     if setup.sparse:
         devices, sparse = sparse_states(
-            one, setup.devices, setup.nu_shape, setup.store, setup.store_folder, setup.device_data.one_hot
+            one,
+            setup.terms.devices,
+            setup.nu_shape,
+            setup.machine.store,
+            setup.machine.store_folder,
+            setup.data.one_hot,
         )
     else:
-        devices = map_tensors(lambda t: t.expand(setup.devices, *t.shape).clone(), one)
+        devices = map_tensors(lambda t: t.expand(setup.terms.devices, *t.shape).clone(), one)
     return State(
         setup=setup,
         round=0,
         server=server,
         devices=devices,
-        targets=setup.device_data.one_hot.clone(),
-        active_rounds=np.zeros(setup.devices, np.int64),
+        targets=setup.data.one_hot.clone(),
+        active_rounds=np.zeros(setup.terms.devices, np.int64),
         steps=0,
-        uplink_bytes=0 if setup.method.traits.alone else 2 * COUNT_BYTES * len(setup.roster(0)),
+        uplink_bytes=0 if setup.terms.method.traits.alone else 2 * COUNT_BYTES * len(setup.terms.roster(0)),
         downlink_bytes=0,
         costs={},
         lost=0,
@@ -103,9 +108,9 @@ def load(state: State, plan: Sequence[DeviceRound]) -> State:
     setup, sparse, working = state.setup, state.sparse, [task.device for task in plan if task.steps > 0]
     if sparse is None:
         return state
-    if setup.supply:
-        load_samples(setup.device_data, setup.supply, state.targets, sparse.nu, sparse.there, working)
-    return state._replace(sparse=activate(state.devices, sparse, working, setup.joins))
+    if setup.data.supply:
+        load_samples(setup.data, setup.data.supply, state.targets, sparse.nu, sparse.there, working)
+    return state._replace(sparse=activate(state.devices, sparse, working, setup.terms.joins))
 
 
 def unload(state: State, plan: Sequence[DeviceRound]) -> None:
@@ -113,7 +118,7 @@ def unload(state: State, plan: Sequence[DeviceRound]) -> None:
     sparse = state.sparse
     if sparse is None:
         return
-    if state.setup.supply:
+    if state.setup.data.supply:
         which = [task.device for task in plan]
-        keep_labels(state.setup.device_data, state.targets, sparse.nu, sparse.maps[-1], which)
+        keep_labels(state.setup.data, state.targets, sparse.nu, sparse.maps[-1], which)
     sparse.release()

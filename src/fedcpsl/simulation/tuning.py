@@ -28,9 +28,9 @@ STATES_OF_SLOT = 5  # two models, two momenta, a correction
 
 def runs_that_fit(setup: Setup) -> int:
     """How many runs like this one can be held at a time."""
-    if setup.supply is not None:
+    if setup.data.supply is not None:
         return 1  # its samples are made anew for every round
-    device_data = setup.device_data
+    device_data = setup.data
     held = [
         device_data.source,
         device_data.one_hot,
@@ -40,7 +40,7 @@ def runs_that_fit(setup: Setup) -> int:
         *device_data.test[:3],
         *device_data.validation[:3],
     ]
-    kept = 0 if setup.sparse else setup.devices * setup.device_bytes
+    kept = 0 if setup.sparse else setup.terms.devices * setup.terms.device_bytes
     return max(1, int(SHARE * free_bytes(device_data.where) / max(kept + sum(map(bytes_of, held)), 1)))
 
 
@@ -50,15 +50,18 @@ def slots_that_fit(setups: Sequence[Setup]) -> int:
     On a GPU that is what one step's memory allows, measured; on a CPU what its caches hold of models and momenta.
     """
     setup = setups[0]
-    if not setup.vectorised:
+    if not setup.machine.vectorised:
         return 0
-    needed = sum(s.devices if s.method.traits.everyone or s.personal_rounds else s.work.active for s in setups)
-    if setup.device_data.where.type == "cuda":
-        largest = max(setups, key=lambda s: s.device_bytes)
-        most = int(SHARE * free_bytes(setup.device_data.where) / (COPIES * max(bytes_per_slot(largest), 1)))
+    needed = sum(
+        terms.devices if terms.method.traits.everyone or terms.personal_rounds else terms.work.active
+        for terms in (s.terms for s in setups)
+    )
+    if setup.data.where.type == "cuda":
+        largest = max(setups, key=lambda s: s.terms.device_bytes)
+        most = int(SHARE * free_bytes(setup.data.where) / (COPIES * max(bytes_per_slot(largest), 1)))
     else:
-        needed = -(-needed // setup.processes)
-        most = CACHES // (STATES_OF_SLOT * bytes_of(setup.method.network.initial))
+        needed = -(-needed // setup.machine.processes)
+        most = CACHES // (STATES_OF_SLOT * bytes_of(setup.terms.method.network.initial))
     return 0 if needed <= max(1, most) else max(1, most)
 
 
@@ -68,23 +71,23 @@ def bytes_per_slot(setup: Setup) -> int:
     for count in (1, 2):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        _take_one_step(setup, min(count, setup.devices))
+        _take_one_step(setup, min(count, setup.terms.devices))
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    return peaks[1] - peaks[0] if setup.devices > 1 else peaks[0]
+    return peaks[1] - peaks[0] if setup.terms.devices > 1 else peaks[0]
 
 
 def _take_one_step(setup: Setup, count: int) -> None:
     """One step of the first devices, thrown away."""
-    one = setup.work._replace(unit="steps", amount=1)
-    dropout, unlabelled = setup.method.network.has_dropout, setup.method.traits.unlabelled
-    plan = draw_tasks(setup.seed, 0, range(count), setup.sizes, one, unlabelled=unlabelled, dropout=dropout)
+    one = setup.terms.work._replace(unit="steps", amount=1)
+    dropout, unlabelled = setup.terms.method.network.has_dropout, setup.terms.method.traits.unlabelled
+    plan = draw_tasks(setup.terms.seed, 0, range(count), setup.terms.sizes, one, unlabelled=unlabelled, dropout=dropout)
     plan = [task._replace(relabels=False) for task in plan if task.steps]
-    server = setup.first_server()
-    kept, (broadcast, rows) = setup.first_device(server), broadcasts_to(setup, server, range(count))
+    server = setup.terms.first_server()
+    kept, (broadcast, rows) = setup.terms.first_device(server), broadcasts_to(setup, server, range(count))
     devices = map_tensors(lambda t: t.expand(count, *t.shape).clone(), kept)
     for _ in local_rounds(
         [RoundRequest(setup, plan, devices, broadcast, rows=rows)],
-        training_data_of(setup.device_data, setup.device_data.one_hot),
+        training_data_of(setup.data, setup.data.one_hot),
     ):
         pass
 
@@ -121,22 +124,26 @@ def fastest(setup: Setup, run: settings.Run) -> Setup:
         return setup
     best = quickest(setup, candidates, device_steps_per_second)
     if best.executor == "vectorised" and not best.slots:
-        best = best._replace(slots=setup.work.active)  # as many as were timed, also in a group of runs
+        best = best._replace(slots=setup.terms.work.active)  # as many as were timed, also in a group of runs
     return laid_out(setup, best)
 
 
 def candidates_for(setup: Setup, run: settings.Run) -> list[Layout]:
     """The layouts that the settings leave open, the one that would be taken untimed first; that alone off a CPU."""
-    untimed = Layout(setup.executor, setup.slots, setup.processes)
+    untimed = Layout(setup.machine.executor, setup.machine.slots, setup.machine.processes)
     open_ends = settings.AUTO in (run.executor, run.processes)
-    if not open_ends or setup.device_data.where.type != "cpu" or world()[1] > 1 or setup.supply is not None:
+    if not open_ends or setup.data.where.type != "cpu" or world()[1] > 1 or setup.data.supply is not None:
         return [untimed]
-    processes = list(dict.fromkeys([setup.processes, 1])) if run.processes == settings.AUTO else [setup.processes]
+    processes = (
+        list(dict.fromkeys([setup.machine.processes, 1]))
+        if run.processes == settings.AUTO
+        else [setup.machine.processes]
+    )
     executors = ["sequential", "vectorised"] if run.executor == settings.AUTO else [run.executor]
     found = [untimed]
     for count in processes:
-        share = -(-setup.work.active // count)  # of each process
-        as_all = 0 < share <= setup.slots  # then the slots hold all devices of a process already
+        share = -(-setup.terms.work.active // count)  # of each process
+        as_all = 0 < share <= setup.machine.slots  # then the slots hold all devices of a process already
         wide = [n for n in (0, *SLOTS) if n < share and (n or not as_all)] if not run.slots else [run.slots]
         found += [
             Layout(executor, slots, count)
@@ -148,17 +155,17 @@ def candidates_for(setup: Setup, run: settings.Run) -> list[Layout]:
 
 def seconds_on_one_core(setup: Setup) -> float:
     """Of all local steps, about."""
-    some = _plan(setup, min(setup.work.active, 10), None)
+    some = _plan(setup, min(setup.terms.work.active, 10), None)
     steps = sum(task.steps for task in some) / max(1, len(some))
-    devices = setup.rounds * setup.work.active + setup.personal_rounds * setup.devices
+    devices = setup.terms.rounds * setup.terms.work.active + setup.terms.personal_rounds * setup.terms.devices
     return seconds_of_step(setup) * steps * devices
 
 
 def seconds_of_step(setup: Setup) -> float:
     """Of one device on one core: three passes (there and, twice as long, back) of every model over a minibatch."""
-    network, inputs = setup.method.network, setup.device_data.inputs
-    x = inputs.take(setup.device_data.source[:1].expand(sum(setup.batch_widths)))
-    models = setup.kept_method.traits.models
+    network, inputs = setup.terms.method.network, setup.data.inputs
+    x = inputs.take(setup.data.source[:1].expand(sum(setup.terms.batch_widths)))
+    models = setup.terms.kept_method.traits.models
     passes = []
     with one_thread(), torch.no_grad():
         for _ in range(3):  # the first one warms up
@@ -191,22 +198,23 @@ def quickest(setup: Setup, candidates: Sequence[Layout], speed: Speed) -> Layout
 def laid_out(setup: Setup, layout: Layout) -> Setup:
     """The setup in a given layout."""
     vectorised = layout.executor == "vectorised"
-    setup.method.network.batched = vectorised
-    return setup._replace(vectorised=vectorised, slots=layout.slots, processes=layout.processes)
+    setup.terms.method.network.batched = vectorised
+    machine = setup.machine._replace(vectorised=vectorised, slots=layout.slots, processes=layout.processes)
+    return setup._replace(machine=machine)
 
 
 def device_steps_per_second(setup: Setup, layout: Layout, seconds: float) -> float:
     """Measured with the devices of one round and the processes themselves, on states that are thrown away."""
-    before = setup.method.network.batched
+    before = setup.terms.method.network.batched
     trial = laid_out(setup, layout)
-    count = min(setup.work.active, max(MANY, int(ONE_STEP / seconds_of_step(setup))))
-    server = setup.first_server()
+    count = min(setup.terms.work.active, max(MANY, int(ONE_STEP / seconds_of_step(setup))))
+    server = setup.terms.first_server()
     broadcast, rows = broadcasts_to(setup, server, range(count))
-    devices = map_tensors(lambda t: t.expand(count, *t.shape).clone(), setup.first_device(server))
+    devices = map_tensors(lambda t: t.expand(count, *t.shape).clone(), setup.terms.first_device(server))
     request = RoundRequest(trial, (), devices, broadcast, rows=rows)
     steps, rounds = 1, list[tuple[int, float]]()
     try:
-        with choose_backend([request], training_data_of(trial.device_data, trial.device_data.one_hot.clone())) as (
+        with choose_backend([request], training_data_of(trial.data, trial.data.one_hot.clone())) as (
             own,
             data,
             run,
@@ -219,7 +227,7 @@ def device_steps_per_second(setup: Setup, layout: Layout, seconds: float) -> flo
                 rounds.append((sum(task.steps for task in plan), time.perf_counter() - began))
                 steps = max(1, int(share * seconds / rounds[-1][1] * steps))
     finally:
-        setup.method.network.batched = before
+        setup.terms.method.network.batched = before
     return _rate(*rounds[1:])
 
 
@@ -231,7 +239,9 @@ def _rate(short: tuple[int, float], long: tuple[int, float]) -> float:
 
 def _plan(setup: Setup, count: int, steps: int | None) -> list[DeviceRound]:
     """Tasks of the first devices, of a given number of steps or of a round's; none renews its labels."""
-    work = setup.work if steps is None else setup.work._replace(unit="steps", amount=steps)
-    dropout, unlabelled = setup.method.network.has_dropout, setup.method.traits.unlabelled
-    plan = draw_tasks(setup.seed, 0, range(count), setup.sizes, work, unlabelled=unlabelled, dropout=dropout)
+    work = setup.terms.work if steps is None else setup.terms.work._replace(unit="steps", amount=steps)
+    dropout, unlabelled = setup.terms.method.network.has_dropout, setup.terms.method.traits.unlabelled
+    plan = draw_tasks(
+        setup.terms.seed, 0, range(count), setup.terms.sizes, work, unlabelled=unlabelled, dropout=dropout
+    )
     return [task._replace(relabels=False) for task in plan if task.steps]

@@ -49,9 +49,9 @@ def shared_memory_for(request: RoundRequest) -> Result:
     Its memory counts once it is used.
     """
     setup = request.setup
-    everyone = setup.method.traits.everyone or setup.personal_rounds
-    rows = setup.devices if everyone else min(setup.work.active, setup.devices)
-    return map_tensors(lambda t: shared_zeros((rows, *t.shape), t.dtype), example_of(request, setup.method)[:2])
+    everyone = setup.terms.method.traits.everyone or setup.terms.personal_rounds
+    rows = setup.terms.devices if everyone else min(setup.terms.work.active, setup.terms.devices)
+    return map_tensors(lambda t: shared_zeros((rows, *t.shape), t.dtype), example_of(request, setup.terms.method)[:2])
 
 
 def write_results(shared: Result, row: int, finished: Finished) -> ResultNote:
@@ -89,12 +89,12 @@ def choose_backend(
     """`local_rounds` on processes, ranks or in this process, and the device states and training data it works on."""
     setup, states = requests[0].setup, [request.devices for request in requests]
     here: LocalRounds = local_rounds
-    if setup.vectorised and data.targets.is_cuda:
+    if setup.machine.vectorised and data.targets.is_cuda:
         here = partial(local_rounds, take_steps=captured_steps())
     if world()[1] > 1:
         yield states, data, partial(_run_on_ranks, here)
         return
-    if setup.processes == 1:
+    if setup.machine.processes == 1:
         yield states, data, here
         return
     data = data._replace(targets=_shared(data.targets))
@@ -106,7 +106,7 @@ def choose_backend(
         for request in requests
     ]
     shared_results = [shared_memory_for(request) for request in requests]
-    with _forked(setup.processes, requests, data, shared_results) as pipes:
+    with _forked(setup.machine.processes, requests, data, shared_results) as pipes:
         yield [request.devices for request in requests], data, partial(_run_shared, pipes, requests, shared_results)
 
 

@@ -67,11 +67,11 @@ def learn(
         torch.manual_seed(int(stream(config.run.seed, "init").integers(2**63)))
         module = _module(model, config.model.hidden, federation.shape, federation.classes)
         setup = prepare(federation, module, config.algorithm, config.work, config.run)
-    if setup.store == "disk":
-        setup = setup._replace(store="host")
+    if setup.machine.store == "disk":
+        setup = setup._replace(machine=setup.machine._replace(store="host"))
     state = _last(setup)
-    method = setup.method_after(state.round)
-    general = setup.algorithm.general_model(method, state.server)
+    method = setup.terms.method_after(state.round)
+    general = setup.terms.algorithm.general_model(method, state.server)
     own = None
     if method.traits.personal:
         own = np.stack([model.cpu().numpy() for model in own_models(state, range(len(names)))])
@@ -144,8 +144,8 @@ def _last(setup: Setup) -> State:
 def _have_trained(state: State) -> NDArray[np.bool_]:
     """Return which devices have trained: active ones; in personal rounds all with samples that the algorithm uses."""
     setup = state.setup
-    usable = setup.sizes.labelled + setup.method.traits.unlabelled * setup.sizes.unlabelled
-    return (state.active_rounds > 0) | (setup.personal_rounds > 0) & (usable > 0)
+    usable = setup.terms.sizes.labelled + setup.terms.method.traits.unlabelled * setup.terms.sizes.unlabelled
+    return (state.active_rounds > 0) | (setup.terms.personal_rounds > 0) & (usable > 0)
 
 
 def _resolved(learnt: Learnt) -> Resolved:

@@ -31,7 +31,7 @@ def lipschitz_lower_estimate(state: State, iterations: int = 50, tolerance: floa
 
     Power iteration on Hessian-vector products; it stops when an iteration adds less than `tolerance` of the estimate.
     """
-    norms = [_curvatures(state, device, iterations, tolerance) for device in range(state.setup.devices)]
+    norms = [_curvatures(state, device, iterations, tolerance) for device in range(state.setup.terms.devices)]
     personal = with_both_models(state).traits.personal
     return LowerEstimate(max(f for f, _ in norms), max(F for _, F in norms) if personal else None)
 
@@ -81,41 +81,47 @@ def hessian_norm(
 
 def constants_of(setup: Setup, L: float, sigma: float = 0.0) -> Constants:
     """Return N, m, eta_g, the extreme Q~ and the minibatch size of a run, with the L and sigma that you give."""
-    device_steps = [_steps(setup, device) for device in range(setup.devices)]
-    counts = torch.tensor([steps for steps in device_steps if steps]).T.to(setup.hyper.gamma)  # [2, devices at work]
-    gamma = setup.hyper.gamma[[bool(steps) for steps in device_steps]]
+    device_steps = [_steps(setup, device) for device in range(setup.terms.devices)]
+    counts = torch.tensor([steps for steps in device_steps if steps]).T.to(
+        setup.terms.hyper.gamma
+    )  # [2, devices at work]
+    gamma = setup.terms.hyper.gamma[[bool(steps) for steps in device_steps]]
     effective = effective_steps(gamma, counts)
     return Constants(
         L=L,
-        N=setup.devices,
-        m=setup.work.active,
+        N=setup.terms.devices,
+        m=setup.terms.work.active,
         eta_g=_eta_g(setup, counts, effective),
         Q_max=effective.max().item(),
         Q_min=effective.min().item(),
         sigma=sigma,
-        S=setup.work.batch_labelled + (setup.work.batch_unlabelled if setup.method.traits.unlabelled else 0),
+        S=setup.terms.work.batch_labelled
+        + (setup.terms.work.batch_unlabelled if setup.terms.method.traits.unlabelled else 0),
     )
 
 
 def _steps(setup: Setup, device: int) -> tuple[int, int] | None:
     """Return the minimum and maximum local steps of a device in a round; None if it has no samples to train on."""
-    work, unlabelled = setup.work, setup.method.traits.unlabelled
+    work, unlabelled = setup.terms.work, setup.terms.method.traits.unlabelled
     extremes = [work, work]
     if work.unit == "hlu":
         extremes = [work._replace(unit="epochs", amount=epochs) for epochs in work.hlu]
-    fewest, most = (draw_steps(setup.seed, 0, device, setup.sizes, extreme, unlabelled) for extreme in extremes)
+    fewest, most = (
+        draw_steps(setup.terms.seed, 0, device, setup.terms.sizes, extreme, unlabelled) for extreme in extremes
+    )
     return (fewest, most) if most else None
 
 
 def _eta_g(setup: Setup, counts: Tensor, effective: Tensor) -> float:
-    if not rules_of(setup.method).parts.normalised:
+    rules = rules_of(setup.terms.method)
+    if not rules.parts.normalised:
         raise InputError("algorithm.normalised = false: the theorems need normalised aggregation")
-    if isinstance(rules_of(setup.method).eta_g, float | int):
-        return float(rules_of(setup.method).eta_g)
-    steps = counts if rules_of(setup.method).eta_g == "mean_steps" else effective
+    if isinstance(rules.eta_g, float | int):
+        return float(rules.eta_g)
+    steps = counts if rules.eta_g == "mean_steps" else effective
     if steps.min() < steps.max():
         raise InputError(
-            f'algorithm.eta_g = "{rules_of(setup.method).eta_g}": differs from round to round here, as devices take '
+            f'algorithm.eta_g = "{rules.eta_g}": differs from round to round here, as devices take '
             f"{int(counts.min())} to {int(counts.max())} steps, and the theorems need one; give a number"
         )
     return steps.max().item()

@@ -37,7 +37,7 @@ class Objectives(NamedTuple):
 
 def objectives(state: State) -> Objectives:
     """sum_i w_i f_i(theta, nu_i), |its gradient in theta|^2, sum_i w_i F_i and sum_i w_i |grad_{theta_lc} F_i|^2."""
-    has_personal = state.setup.method_after(state.round).traits.personal
+    has_personal = state.setup.terms.method_after(state.round).traits.personal
     total, gradient, personal, personal_norm = 0.0, torch.zeros_like(state.server.theta), 0.0, 0.0
     for device, weight in _weights(state):
         costs, gradients = _full_gradients(state, device)
@@ -68,7 +68,7 @@ def gap(state: State, L: float = 1.0) -> Gap:
     L is the smoothness constant: give yours. It only weights the two parts; the default is 1.
     """
     gradient = torch.zeros_like(state.server.theta)
-    change, personal, has_personal = 0.0, 0.0, state.setup.method_after(state.round).traits.personal
+    change, personal, has_personal = 0.0, 0.0, state.setup.terms.method_after(state.round).traits.personal
     for device, weight in _weights(state):
         gradients = _full_gradients(state, device)[1]
         gradient += weight * gradients[0]
@@ -92,7 +92,7 @@ def control_error(state: State) -> float:
 
     If the algorithm has none, c_i is 0.
     """
-    total, has_controls = 0.0, rules_of(state.setup.method).parts.control_variates
+    total, has_controls = 0.0, rules_of(state.setup.terms.method).parts.control_variates
     for device, weight in _weights(state):
         gradient = _full_gradients(state, device)[1][0]
         total += weight * (gradient - state.device(device).c if has_controls else gradient).square().sum().item()
@@ -102,20 +102,20 @@ def control_error(state: State) -> float:
 def virtual_labels(state: State, device: int) -> Tensor:
     """nu~_i^{r+1} = what the device's pseudo-labels would become if it were active in the next round."""
     setup, nu = state.setup, state.nu(device)
-    if not setup.method.traits.unlabelled or not len(nu):
+    if not setup.terms.method.traits.unlabelled or not len(nu):
         return nu
-    method, broadcast = setup.method_after(state.round), setup.algorithm.broadcast(state.server)
-    x = setup.device_data.x(setup.device_data.unlabelled_rows(device))
+    method, broadcast = setup.terms.method_after(state.round), setup.terms.algorithm.broadcast(state.server)
+    x = setup.data.x(setup.data.unlabelled_rows(device))
     return relabel(method, state.hyper(device), broadcast, state.device(device), x, nu, nu.new_tensor(len(nu)))
 
 
 def all_samples(state: State, device: int) -> Samples:
     """Return all training samples of a device as one batch."""
-    if state.setup.supply is not None:
+    if state.setup.data.supply is not None:
         raise InputError("samples made on demand: gaps and objectives need those of all devices; hold them in memory")
-    device_data, rows = state.setup.device_data, state.setup.device_data.all_rows(device)
+    device_data, rows = state.setup.data, state.setup.data.all_rows(device)
     start, stop = rows.start, rows.stop
-    if not state.setup.method.traits.unlabelled:
+    if not state.setup.terms.method.traits.unlabelled:
         stop = start + int(device_data.labelled[device])
     is_labelled = torch.arange(start, stop, device=device_data.where) < start + int(device_data.labelled[device])
     labelled, unlabelled = is_labelled.to(device_data.dtype), (~is_labelled).to(device_data.dtype)
@@ -130,13 +130,13 @@ def all_samples(state: State, device: int) -> Samples:
 def _weights(state: State) -> Iterator[tuple[int, float]]:
     """Yield the devices that have joined, and their omega_i."""
     setup = state.setup
-    roster = setup.roster(max(state.round - 1, 0))
-    yield from zip(roster.tolist(), omega(setup.sizes, roster, roster).tolist(), strict=True)
+    roster = setup.terms.roster(max(state.round - 1, 0))
+    yield from zip(roster.tolist(), omega(setup.terms.sizes, roster, roster).tolist(), strict=True)
 
 
 def with_both_models(state: State) -> Method:
     """Return the method with both models, as in the analysis, even if a round trains only one of them."""
-    method = state.setup.method_after(state.round)
+    method = state.setup.terms.method_after(state.round)
     rules = rules_of(method)
     traits, parts = method.traits._replace(alone=False), rules.parts._replace(alone=False)
     return Method(method.network, traits, rules._replace(parts=parts))
@@ -145,7 +145,7 @@ def with_both_models(state: State) -> Method:
 def _full_gradients(state: State, device: int) -> tuple[Tensor, Tensor]:
     """Return f_i (and F_i) and their gradients, [1 or 2, parameters], over all training samples of the device."""
     method, hyper, samples = with_both_models(state), state.hyper(device), all_samples(state, device)
-    algorithm, network = state.setup.algorithm, method.network
+    algorithm, network = state.setup.terms.algorithm, method.network
     local = algorithm.begin(method, hyper, algorithm.broadcast(state.server), state.device(device))
     gradients = tuple(map(torch.zeros_like, local.models))
     if not len(samples.x):
