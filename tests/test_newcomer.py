@@ -142,7 +142,7 @@ BAD = {
     "nowhere to save": (["data", "--save", "nodir/x.npz"], "nodir: no such folder"),
     "split by hand": (["run", "--set", "data.split=hand.npz"], "changed by hand"),
     "late joiners": (["run", "--set", "work.joiners=1", "--set", "work.join_round=9"], "work.join_round = 9"),
-    "no device column": (["run", "--data", "m.csv", "--label", "kind"], "who holds which row"),
+    "no device column": (["run", "--data", "m.csv", "--label", "kind"], "which device holds each row"),
     "one column twice": (["run", "--data", "m.csv", "--label", "kind", "--device-column", "kind"], "named twice"),
     "words among numbers": (
         ["run", "--data", "w.csv", "--label", "kind", "--device-column", "phone"],

@@ -440,7 +440,7 @@ def test_a_report_reads_data_once_and_downloads_nothing(run, desk, monkeypatch):
     for name in ("mnist", "cifar10"):
         (desk / name).mkdir()
         said = split_summary.read_split_summary(desk / name, replace(config, data=replace(config.data, dataset=name)))
-        assert said == f"{name} is not on this machine; fetch it with: fedcpsl data --dataset {name}"
+        assert said == f"{name} is not on this machine; download it with: fedcpsl data --dataset {name}"
     assert asked == ["digits"]
 
 
