@@ -12,6 +12,7 @@ ORDER = [
     ["settings"],
     ["models", "problem", "schedule"],
     ["engine"],
+    ["views"],
     ["algorithm"],
     ["averaging", "device_round"],
     ["algorithms"],

@@ -1,47 +1,235 @@
-"""Views that are kept for the next time."""
+"""Views of samples: what they do to inputs, and that every executor makes the same ones."""
 
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
+import torch
 
-from fedcpsl.engine.memo import cache_last_call
+from fedcpsl import algorithms, prepare, simulate
+from fedcpsl.config import Run, Work, algorithm_settings
+from fedcpsl.data.federation import Federation
+from fedcpsl.errors import InputError
+from fedcpsl.federation.local_training import draw_task, local_data_of, local_minibatches
+from fedcpsl.federation.terms import terms_of
+from fedcpsl.schedule import Sizes, draw_tasks
+from fedcpsl.schedule import Work as Drawn
+from fedcpsl.simulation.minibatches import batch_plan, minibatches
+from fedcpsl.simulation.round_request import RoundRequest, Slot, training_data_of
+from fedcpsl.simulation.rounds import draw_plan
+from fedcpsl.simulation.state import initial_state
+from fedcpsl.trees import leaves
+from fedcpsl.views import (
+    Views,
+    scaled,
+    shaded,
+    shifted_images,
+    shifted_in_time,
+    viewed,
+    views_for,
+    with_noise,
+    without_readings,
+    without_square,
+)
+
+VIEWING = '''
+"""FedAvg on weak views of labelled samples, and on strong views of unlabelled ones by labels of their weak views."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedcpsl.algorithm import Traits
+from fedcpsl.averaging import *
+from fedcpsl.averaging import no_own_model as own_model, predict_general as predict
+from fedcpsl.engine import Leaves
+from fedcpsl.settings import choice, real
+
+VARIANTS = {"viewing": Traits(unlabelled=True, personal=False, views="auto")}
 
 
-def test_the_same_objects_are_answered_without_work():
-    made = []
+@dataclass(frozen=True)
+class Settings:
+    name: str = choice("viewing", "the algorithm", *VARIANTS)
+    eta: float | str = real("auto", "the step size", 0, open_ends="[", also=("auto",))
 
-    @cache_last_call
-    def make(a, b=None):
-        made.append((a, b))
-        return [a, b]
 
-    one, other = object(), object()
-    first = make(one, other)
-    assert make(one, other) is first
-    assert make(one, b=other) is first
-    assert make(one) == [one, None]
-    assert make(one, other) is not first
-    assert len(made) == 3
+class Hyper(NamedTuple):
+    eta: Tensor
+
+
+class Local(NamedTuple):
+    models: Leaves
+    costs: Tensor
+
+
+def numbers(method, settings, sizes, *, warming):
+    return {"eta": float(settings.eta)}
+
+
+def begin(method, hyper, broadcast, device):
+    models = stacked(method, hyper, broadcast.theta)
+    return Local(tuple(leaf.clone() for leaf in models), torch.zeros_like(hyper.eta)[..., None])
+
+
+def step(method, hyper, local, samples):
+    lead, network = hyper.eta.dim(), method.network
+    count = samples.x.shape[lead] - samples.strong.shape[lead]
+    labelled, weak = samples.x.narrow(lead, 0, count), samples.x.narrow(lead, count, samples.strong.shape[lead])
+    believed = network.log_probabilities(model_of(method, hyper, local.models, 0), weak).exp()
+    target = torch.cat([samples.target.narrow(lead, 0, count), believed], lead).unsqueeze(lead)
+    weights = (samples.labelled + samples.unlabelled).unsqueeze(lead)
+
+    def cost(log_h):
+        return -(weights * (target * log_h).sum(-1)).sum(-1)
+
+    x = torch.cat([labelled, samples.strong], lead).unsqueeze(lead)
+    costs = network.descend(local.models, hyper.eta[..., None], x, None, cost)
+    return local._replace(costs=local.costs + costs)
+
+
+def costs(local):
+    return local.costs
+
+
+def finish(method, hyper, broadcast, device, local, steps):
+    return device, Upload(model_of(method, hyper, local.models, 0) - broadcast.theta)
+'''
 
 
 @pytest.fixture
-def _threads_take_turns_often():
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
+def viewing(tmp_path, monkeypatch):
+    (tmp_path / "viewing.py").write_text(VIEWING)
+    monkeypatch.setattr(algorithms, "__path__", [*algorithms.__path__, str(tmp_path)])
+    algorithms.all_algorithms.cache_clear()
+    yield algorithm_settings("viewing")(eta=0.1)
+    algorithms.all_algorithms.cache_clear()
+    sys.modules.pop("fedcpsl.algorithms.viewing", None)
+    vars(algorithms).pop("viewing", None)
 
 
-@pytest.mark.usefixtures("_threads_take_turns_often")
-def test_threads_get_their_own_answers():
-    @cache_last_call
-    def make(a):
-        return [a]
+def keys(*shape):
+    return torch.randint(0, 2**62, shape, generator=torch.Generator().manual_seed(0))
 
-    def ask(_):
-        mine = object()
-        return all(make(mine)[0] is mine for _ in range(20_000))
 
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(ask, range(4)))
+def test_images_are_shifted_and_their_edges_repeated():
+    image = torch.arange(16.0).view(1, 1, 4, 4)
+    found = {tuple(shifted_images(image, keys(200)[i : i + 1], 1, False).flatten().tolist()) for i in range(200)}
+    assert len(found) == 9  # three places along each side
+    down_right = [0.0, 0, 1, 2, 0, 0, 1, 2, 4, 4, 5, 6, 8, 8, 9, 10]  # the first row and column twice
+    assert tuple(down_right) in found
+    mirrored = {tuple(shifted_images(image, keys(400)[i : i + 1], 1, True).flatten().tolist()) for i in range(400)}
+    assert len(mirrored) == 18
+
+
+def test_contrast_keeps_the_mean_and_brightness_moves_it():
+    x = torch.randn(50, 3, 8, 8, dtype=torch.float64)
+    contrasted = shaded(x, keys(50), 0.6, 0.0)
+    assert torch.allclose(contrasted.mean((1, 2, 3)), x.mean((1, 2, 3)))
+    ratio = contrasted.std((1, 2, 3)) / x.std((1, 2, 3))
+    assert ratio.min() >= 0.4
+    assert ratio.max() <= 1.6
+    assert ratio.max() - ratio.min() > 0.9
+    moved = (shaded(x, keys(50), 0.0, 0.6) - x).flatten(1)
+    assert moved.std(1).max() < 1e-12
+    assert moved.abs().max() <= 0.6
+
+
+def test_a_square_and_readings_are_blank():
+    blank = (without_square(torch.ones(300, 2, 9, 9), keys(300), 3) == 0).sum((1, 2, 3))
+    assert blank.max() == 2 * 9
+    assert blank.min() == 2 * 4  # in a corner
+    blank = (without_readings(torch.ones(300, 2, 9), keys(300), 3) == 0).sum((1, 2))
+    assert (blank.min(), blank.max()) == (2 * 2, 2 * 3)
+
+
+def test_windows_are_shifted_scaled_and_noisy():
+    x = torch.arange(8.0, dtype=torch.float64).expand(100, 2, 8)
+    firsts = shifted_in_time(x, keys(100), 2)[:, 0, 0].unique()
+    assert firsts.tolist() == [0, 1, 2]  # what lies before the first reading is the first reading
+    ratio = scaled(x, keys(100), 0.1)[:, 0, 7] / 7
+    assert ratio.min() >= 0.9
+    assert ratio.max() <= 1.1
+    noise = with_noise(torch.zeros(1000, 3, 4, dtype=torch.float64), keys(1000), 0.05)
+    assert noise.std().item() == pytest.approx(0.05, rel=0.03)
+    assert noise.mean().abs() < 0.002
+    assert len(noise.unique()) > 11000  # each number on its own
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 8), (1, 28, 28), (6, 32), (64,)])
+def test_views_do_not_depend_on_who_else_is_there(shape):
+    """Slots side by side or one alone: the same rows and keys give the same views."""
+    x, given = torch.randn(2, 3, 10, *shape, dtype=torch.float64), keys(2, 3, 10 + 6)
+    weak, strong = viewed(views_for("auto", shape), x, given)
+    assert (weak.shape, strong.shape) == (x.shape, (2, 3, 6, *shape))
+    for i, j in np.ndindex(2, 3):
+        alone = viewed(views_for("auto", shape), x[i, j], given[i, j])
+        assert torch.allclose(alone[0], weak[i, j], rtol=0, atol=1e-14)
+        assert torch.allclose(alone[1], strong[i, j], rtol=0, atol=1e-14)
+    assert not torch.equal(strong, x[..., 4:, *[slice(None)] * len(shape)])
+
+
+def test_views_that_do_not_fit_are_refused():
+    assert views_for("", (3,)) is None
+    with pytest.raises(InputError, match="do not fit inputs of shape"):
+        views_for("image", (64,))
+    with pytest.raises(InputError, match="give Views"):
+        views_for("auto", (2, 3, 4, 5))
+    mine = Views(lambda x, _: x, lambda x, _: -x)
+    assert views_for(mine, (2, 3, 4, 5)) is mine
+
+
+def test_keys_do_not_depend_on_how_many_steps_a_device_manages():
+    sizes = Sizes(np.array([5]), np.array([9]))
+    few, many = (
+        draw_tasks(
+            1, 2, [0], sizes, Drawn(1, "steps", n, (1, 1), 4, 3, 0.0), unlabelled=True, dropout=False, views=True
+        )
+        for n in (2, 7)
+    )
+    assert few[0].views.shape == (2, 4 + 3 + 3)
+    assert (few[0].views == many[0].views[:2]).all()
+    assert len(np.unique(many[0].views)) == many[0].views.size
+
+
+def make(settings, shape=(1, 8, 8), **run):
+    rng = np.random.default_rng(0)
+    x, y, device = rng.normal(size=(200, *shape)), rng.integers(0, 3, 200), np.arange(200) % 5
+    test = (np.arange(200) % 8 == 0) & (device < 4)
+    y[device == 4] = -1  # no labels at all
+    federation = Federation.from_arrays(x, y, device, test, labelled=0.4)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(int(np.prod(shape)), 6), torch.nn.Linear(6, 3))
+    work = Work(rounds=3, active=4, unit="steps", amount=3, batch_labelled=6, batch_unlabelled=5)
+    return prepare(federation, model, settings, work, Run(dtype="float64", device="cpu", **run))
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8), (4, 16), (7,)])
+def test_executors_and_processes_agree(viewing, shape):
+    ends, vectorised = [], {"executor": "vectorised", "processes": 1}
+    others = {"executor": "sequential"}, {}, {"processes": 2}, {"slots": 1}
+    for run in (vectorised | other for other in others):
+        *_, state = simulate(make(viewing, shape, **run))
+        ends.append(torch.cat([t.flatten() for t in leaves(state.server)]))
+    for end in ends[1:]:
+        assert torch.allclose(end, ends[0], rtol=0, atol=1e-10)
+
+
+def test_a_real_device_sees_the_same_views(viewing):
+    setup = make(viewing, executor="sequential", processes=1)
+    state = initial_state(setup)
+    for task in draw_plan(state):
+        request = RoundRequest(setup, [task], state.devices, setup.terms.algorithm.broadcast(state.server))
+        data = training_data_of(setup.data, state.targets)
+        plan = batch_plan([Slot(0, request, task)], data).of_slots(0)
+        terms, own = terms_of(setup, task.device), local_data_of(setup, task.device)
+        there = draw_task(terms, own, setup.terms.seed, 0, task.device, task.steps)
+        nu = torch.full((own.unlabelled, 3), 1 / 3, dtype=torch.float64)
+        for mine, theirs in zip(
+            minibatches(data, plan, range(task.steps)), local_minibatches(terms, own, nu, there), strict=True
+        ):
+            real = mine.labelled + mine.unlabelled > 0  # the simulator pads what a device does not have
+            assert torch.allclose(mine.x[real], theirs.x, rtol=0, atol=1e-14)
+            assert torch.allclose(mine.strong, theirs.strong, rtol=0, atol=1e-14)

@@ -26,6 +26,7 @@ from fedcpsl.engine import Network
 from fedcpsl.problem import Samples
 from fedcpsl.schedule import Sizes
 from fedcpsl.trees import Tree
+from fedcpsl.views import Views
 
 
 class Traits(NamedTuple):
@@ -38,6 +39,7 @@ class Traits(NamedTuple):
     models: int = 1  # that a local step trains
     gradients_per_step: int = 1  # of minibatches, over all models
     warm_up: int = 0  # active rounds of a device before it uses unlabelled samples
+    views: str | Views = ""  # of the samples of a step: "auto" by the shape of inputs, or see `fedcpsl.views`; "": none
 
 
 class Method(NamedTuple):
@@ -47,6 +49,12 @@ class Method(NamedTuple):
     traits: Traits
     rules: Hashable  # whatever the algorithm's functions decide by: equal where runs may share a program
     personal_round: bool = False  # whether a device trains its own model alone, the server's being fixed
+
+    @property
+    def draws(self) -> dict[str, bool]:
+        """What the schedule draws for its steps, as `fedcpsl.schedule.draw_tasks` asks."""
+        network, traits = self.network, self.traits
+        return {"unlabelled": traits.unlabelled, "dropout": network.has_dropout, "views": bool(traits.views)}
 
     @property
     def sends_nothing(self) -> bool:

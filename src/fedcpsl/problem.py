@@ -63,6 +63,7 @@ class Samples(NamedTuple):
     unlabelled: Tensor  # [..., samples]
     keys: Tensor | None = None  # [..., samples]: where dropout masks come from
     partner: Tensor | None = None  # [..., samples, classes]: log h(theta; x) of a theta that stays fixed
+    strong: Tensor | None = None  # [..., unlabelled samples, ...]: strong views of them; x then has weak views of all
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor | None]:

@@ -13,7 +13,18 @@ from numpy.typing import NDArray
 
 from fedcpsl.settings import Work as WorkSettings
 
-PURPOSES = ("split", "init", "participation", "epochs", "labelled", "unlabelled", "upload", "dropout", "labels")
+PURPOSES = (
+    "split",
+    "init",
+    "participation",
+    "epochs",
+    "labelled",
+    "unlabelled",
+    "upload",
+    "dropout",
+    "labels",
+    "views",
+)
 
 
 def stream(seed: int, purpose: str, *where: int) -> np.random.Generator:
@@ -63,6 +74,7 @@ class DeviceRound(NamedTuple):
     warming: bool = False  # whether it uses no pseudo-labels yet
     personal: bool = False  # whether it trains its localized model alone
     keys: NDArray[np.int64] | None = None  # [steps, rows]: for dropout
+    views: NDArray[np.int64] | None = None  # [steps, rows + unlabelled rows]: for weak, then strong views of samples
 
 
 class Sizes(NamedTuple):
@@ -105,7 +117,15 @@ def draw_steps(seed: int, round: int, device: int, sizes: Sizes, work: Work, unl
 
 
 def draw_tasks(
-    seed: int, round: int, devices: Sequence[int], sizes: Sizes, work: Work, *, unlabelled: bool, dropout: bool
+    seed: int,
+    round: int,
+    devices: Sequence[int],
+    sizes: Sizes,
+    work: Work,
+    *,
+    unlabelled: bool,
+    dropout: bool,
+    views: bool = False,
 ) -> list[DeviceRound]:
     """What given devices do in a round: their steps and samples, and whose upload is lost."""
     plan = []
@@ -115,15 +135,16 @@ def draw_tasks(
         labelled = _draw_batches(seed, "labelled", round, device, steps, widths[0], sizes.labelled)
         extra = _draw_batches(seed, "unlabelled", round, device, steps, widths[1], sizes.unlabelled)
         lost = work.loss_rate > 0 and bool(stream(seed, "upload", round, device).random() < work.loss_rate)
-        keys = draw_keys(seed, round, device, steps, widths) if dropout else None
-        plan.append(DeviceRound(device, steps, labelled, extra, lost, keys=keys))
+        keys = draw_keys(seed, "dropout", round, device, steps, widths) if dropout else None
+        of_views = draw_keys(seed, "views", round, device, steps, (*widths, widths[1])) if views else None
+        plan.append(DeviceRound(device, steps, labelled, extra, lost, keys=keys, views=of_views))
     return plan
 
 
-def draw_keys(seed: int, round: int, device: int, steps: int, widths: Sequence[int]) -> NDArray[np.int64]:
-    """A dropout key per step and row, labelled rows first; each kind's keys do not depend on the other's."""
+def draw_keys(seed: int, purpose: str, round: int, device: int, steps: int, widths: Sequence[int]) -> NDArray[np.int64]:
+    """A key per step and row, labelled rows first; each kind's keys do not depend on the others'."""
     kinds = [
-        stream(seed, "dropout", round, device, kind).integers(0, 2**62, (steps, width))
+        stream(seed, purpose, round, device, kind).integers(0, 2**62, (steps, width))
         for kind, width in enumerate(widths)
         if width
     ]

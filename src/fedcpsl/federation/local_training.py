@@ -13,10 +13,11 @@ from fedcpsl.errors import RunError
 from fedcpsl.federation.messages import Instruction
 from fedcpsl.federation.terms import Terms
 from fedcpsl.problem import Samples
-from fedcpsl.schedule import DeviceRound, Sizes, draw_tasks
+from fedcpsl.schedule import DeviceRound, Sizes, Work, draw_tasks
 from fedcpsl.simulation import Setup
 from fedcpsl.simulation.device_data import DeviceData, place_samples
 from fedcpsl.trees import Tree, leaves, map_tensors
+from fedcpsl.views import viewed, views_for
 
 ROWS_AT_ONCE = 4096  # in a prediction
 Clock = Callable[[], float]
@@ -75,10 +76,7 @@ def draw_task(terms: Terms, local_data: LocalData, seed: int, round: int, device
     own = local_data.labelled, local_data.unlabelled
     sizes = Sizes(*(np.broadcast_to(np.int64(count), device + 1) for count in own))  # no memory for other devices
     work = terms.work._replace(unit="steps", amount=steps, loss_rate=0.0)
-    method = terms.method
-    (task,) = draw_tasks(
-        seed, round, [device], sizes, work, unlabelled=method.traits.unlabelled, dropout=method.network.has_dropout
-    )
+    (task,) = draw_tasks(seed, round, [device], sizes, work, **terms.method.draws)
     return task
 
 
@@ -90,13 +88,19 @@ def local_minibatches(terms: Terms, local_data: LocalData, nu: Tensor, task: Dev
     weights = torch.zeros(2, sum(widths), dtype=terms.dtype, device=where)
     weights[0, : widths[0]] = 1 / max(widths[0], 1)
     weights[1, widths[0] :] = 1 / max(widths[1], 1)
+    views = views_for(terms.method.traits.views, tuple(local_data.x_labelled.shape[1:]))
+    view_keys = None if views is None else torch.from_numpy(_view_keys_of(task, terms.work)).to(where)
     for t in range(task.steps):
+        x, strong = torch.cat([local_data.x_labelled[labelled[t]], local_data.x_unlabelled[unlabelled[t]]]), None
+        if views is not None and view_keys is not None:
+            x, strong = viewed(views, x, view_keys[t])
         yield Samples(
-            x=torch.cat([local_data.x_labelled[labelled[t]], local_data.x_unlabelled[unlabelled[t]]]),
+            x=x,
             target=torch.cat([local_data.labels[labelled[t]], nu[unlabelled[t]]]),
             labelled=weights[0],
             unlabelled=weights[1],
             keys=None if keys is None else keys[t],
+            strong=strong,
         )
 
 
@@ -105,6 +109,14 @@ def _keys_of(task: DeviceRound, batch_labelled: int) -> np.ndarray[tuple[int, ..
     assert task.keys is not None
     first, rest = np.split(task.keys, [batch_labelled], 1)
     return np.concatenate([first[:, : task.labelled.shape[1]], rest[:, : task.unlabelled.shape[1]]], 1)
+
+
+def _view_keys_of(task: DeviceRound, work: Work) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """Return the keys of the drawn rows' views: weak ones of labelled and unlabelled rows, then strong ones."""
+    assert task.views is not None
+    weak, unlabelled, strong = np.split(task.views, np.cumsum([work.batch_labelled, work.batch_unlabelled]), 1)
+    widths = task.labelled.shape[1], task.unlabelled.shape[1]
+    return np.concatenate([weak[:, : widths[0]], unlabelled[:, : widths[1]], strong[:, : widths[1]]], 1)
 
 
 class TrainingResult(NamedTuple):

@@ -112,7 +112,7 @@ def digest(terms: Terms) -> str:
     method, own = terms.method, optional(terms.algorithm, "OWN_NUMBERS") or ()  # which each device chooses
     agreed = {
         "algorithm": getattr(terms.algorithm, "__name__", type(terms.algorithm).__name__),
-        "traits": method.traits._asdict(),
+        "traits": {name: _plain(trait) for name, trait in method.traits._asdict().items()},
         "rules": _plain(method.rules),
         "hyper": {name: float(t) for name, t in terms.hyper._asdict().items() if name not in own},
         "batches": [terms.work.batch_labelled, terms.work.batch_unlabelled],

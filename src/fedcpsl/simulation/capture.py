@@ -17,6 +17,7 @@ from fedcpsl.simulation.executors import LocalSteps, Program, steps_one_by_one, 
 from fedcpsl.simulation.minibatches import BatchPlan, taken
 from fedcpsl.simulation.round_request import TrainingData
 from fedcpsl.trees import Tree, map_tensors
+from fedcpsl.views import viewed
 
 WASTE = 1.3  # a stretch runs at most so many times the slots that need it
 WARM_UPS = 3  # of a step, before it is captured: libraries choose their algorithms then
@@ -125,6 +126,8 @@ def _room_for(local: Tree, hyper: Tree, batches: BatchPlan, smaller: Stage | Non
             by_step(batches.keys),
             by_slot(batches.shift),
             by_slot(batches.scale),
+            view_keys=by_step(batches.view_keys),
+            views=batches.views,
         ),
         step=torch.zeros(1, dtype=torch.int64, device=batches.rows.device),
         graphs={},
@@ -137,8 +140,8 @@ def _fill(stage: Stage, hyper: Tree, local: Tree, batches: BatchPlan) -> None:
     for mine, given in ((stage.local, local), (stage.hyper, hyper)):
         map_tensors(lambda to, new: to[:slots].copy_(new), mine, given)
     for name, given in batches._asdict().items():
-        to = getattr(stage.batches, name)
-        if to is not None and name in ("rows", "inputs", "keys"):
+        to = None if name == "views" else getattr(stage.batches, name)
+        if to is not None and name in ("rows", "inputs", "keys", "view_keys"):
             to[:steps, :slots].copy_(given)
         elif to is not None:
             to[:slots].copy_(given)
@@ -186,5 +189,9 @@ def _samples(data: TrainingData, batches: BatchPlan, steps: Tensor) -> Iterator[
     x = taken(data.raw, sources.reshape(-1), shape, batches.shift, batches.scale)
     target = data.targets.index_select(0, rows.reshape(-1)).view(*shape, -1)
     keys = [None] * len(steps) if batches.keys is None else batches.keys.index_select(0, steps).unbind()
-    for each in zip(x.unbind(), target.unbind(), keys, strict=True):
-        yield Samples(each[0], each[1], batches.labelled, batches.unlabelled, each[2])
+    strong: Sequence[Tensor | None] = [None] * len(steps)
+    if batches.views is not None and batches.view_keys is not None:
+        x, of_unlabelled = viewed(batches.views, x, batches.view_keys.index_select(0, steps))
+        strong = of_unlabelled.unbind()
+    for each in zip(x.unbind(), target.unbind(), keys, strong, strict=True):
+        yield Samples(each[0], each[1], batches.labelled, batches.unlabelled, each[2], strong=each[3])

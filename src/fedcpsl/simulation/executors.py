@@ -83,6 +83,7 @@ def _program_key(setup: Setup, task: DeviceRound) -> tuple[Any, ...]:
         setup.machine.vectorised,
         setup.terms.algorithm,
         alike(setup.terms.algorithm, method),
+        method.traits.views,
         method.personal_round,
         setup.terms.batch_widths,
     )

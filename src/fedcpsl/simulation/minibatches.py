@@ -16,6 +16,7 @@ from fedcpsl.simulation.device_data import normalise
 from fedcpsl.simulation.hardware import to_device
 from fedcpsl.simulation.round_request import RoundRequest, Slot, TrainingData, hyper_of, states_of
 from fedcpsl.trees import map_tensors
+from fedcpsl.views import Views, viewed, views_for
 
 ROWS_AT_ONCE = 4096
 
@@ -32,6 +33,8 @@ class BatchPlan(NamedTuple):
     scale: Tensor | None
     partner: Tensor | None = None  # [rows, classes]: log h(theta; x) of the group's samples, theta fixed
     partner_rows: Tensor | None = None  # [steps, slots, batch]: where a sample's row is there
+    view_keys: Tensor | None = None  # [steps, slots, batch + unlabelled]
+    views: Views | None = None
 
     def of_slots(self, slots: int | slice) -> "BatchPlan":
         """The minibatches of some of the slots."""
@@ -52,6 +55,8 @@ class BatchPlan(NamedTuple):
             by_slot(self.scale),
             self.partner,
             by_step(self.partner_rows),
+            by_step(self.view_keys),
+            self.views,
         )
 
 
@@ -62,7 +67,10 @@ def batch_plan(slots: Sequence[Slot], data: TrainingData) -> BatchPlan:
     longest = max(slot.task.steps for slot in slots)
     rows = np.zeros((longest, len(slots), sum(widths)), np.int64)
     weights = np.zeros((2, len(slots), sum(widths)))
-    keys = np.zeros(rows.shape, np.int64) if setup.terms.method.network.has_dropout else None
+    method = setup.terms.method_of(slots[0].task)
+    keys = np.zeros(rows.shape, np.int64) if method.network.has_dropout else None
+    views = views_for(method.traits.views, tuple(setup.data.inputs.raw.shape[1:]))
+    view_keys = None if views is None else np.zeros((longest, len(slots), sum(widths) + widths[1]), np.int64)
     for i, slot in enumerate(slots):
         task, device_data = slot.task, slot.request.setup.data
         start = slot.request.first_row + device_data.start[task.device]
@@ -76,6 +84,8 @@ def batch_plan(slots: Sequence[Slot], data: TrainingData) -> BatchPlan:
                 weights[kind, i, columns] = 1 / drawn.shape[1]
         if keys is not None and task.keys is not None:
             keys[: task.steps, i] = task.keys
+        if view_keys is not None and task.views is not None:
+            view_keys[: task.steps, i] = task.views
 
     drawn_rows, labelled = to_device(rows, where), to_device(weights, where).to(dtype)
     shift, scale = scaling_of(slots)
@@ -87,6 +97,8 @@ def batch_plan(slots: Sequence[Slot], data: TrainingData) -> BatchPlan:
         None if keys is None else to_device(keys, where),
         shift,
         scale,
+        view_keys=None if view_keys is None else to_device(view_keys, where),
+        views=views,
     )
     if not slots[0].task.personal or optional(setup.terms.algorithm, "partner") is None:
         return batches
@@ -137,13 +149,17 @@ def minibatches(data: TrainingData, batches: BatchPlan, steps: range) -> Iterato
             if batches.partner is None or batches.partner_rows is None
             else batches.partner[batches.partner_rows[t]]
         )
+        x, strong = taken(data.raw, sources, shape, batches.shift, batches.scale), None
+        if batches.views is not None and batches.view_keys is not None:
+            x, strong = viewed(batches.views, x, batches.view_keys[t])
         yield Samples(
-            x=taken(data.raw, sources, shape, batches.shift, batches.scale),
+            x=x,
             target=data.targets.index_select(0, rows).view(*shape, -1),
             labelled=batches.labelled,
             unlabelled=batches.unlabelled,
             keys=None if batches.keys is None else batches.keys[t],
             partner=partner,
+            strong=strong,
         )
 
 

@@ -71,13 +71,11 @@ def draw_plan(state: State) -> list[DeviceRound]:
         active,
         setup.terms.sizes,
         setup.terms.work,
-        unlabelled=setup.terms.method.traits.unlabelled,
-        dropout=setup.terms.method.network.has_dropout,
+        **setup.terms.method.draws,
     )
     if everybody:
-        labels = (
-            setup.terms.two_phase and round == setup.terms.rounds
-        )  # nu is fixed, once every device has labelled at theta^R
+        # nu is fixed, once every device has labelled at theta^R
+        labels = setup.terms.two_phase and round == setup.terms.rounds
         return [task._replace(personal=True, relabels=labels, lost=False) for task in plan]
     return [
         task._replace(warming=bool(state.active_rounds[task.device] < setup.terms.method.traits.warm_up))

@@ -79,8 +79,7 @@ def bytes_per_slot(setup: Setup) -> int:
 def _take_one_step(setup: Setup, count: int) -> None:
     """One step of the first devices, thrown away."""
     one = setup.terms.work._replace(unit="steps", amount=1)
-    dropout, unlabelled = setup.terms.method.network.has_dropout, setup.terms.method.traits.unlabelled
-    plan = draw_tasks(setup.terms.seed, 0, range(count), setup.terms.sizes, one, unlabelled=unlabelled, dropout=dropout)
+    plan = draw_tasks(setup.terms.seed, 0, range(count), setup.terms.sizes, one, **setup.terms.method.draws)
     plan = [task._replace(relabels=False) for task in plan if task.steps]
     server = setup.terms.first_server()
     kept, (broadcast, rows) = setup.terms.first_device(server), broadcasts_to(setup, server, range(count))
@@ -240,8 +239,5 @@ def _rate(short: tuple[int, float], long: tuple[int, float]) -> float:
 def _plan(setup: Setup, count: int, steps: int | None) -> list[DeviceRound]:
     """Tasks of the first devices, of a given number of steps or of a round's; none renews its labels."""
     work = setup.terms.work if steps is None else setup.terms.work._replace(unit="steps", amount=steps)
-    dropout, unlabelled = setup.terms.method.network.has_dropout, setup.terms.method.traits.unlabelled
-    plan = draw_tasks(
-        setup.terms.seed, 0, range(count), setup.terms.sizes, work, unlabelled=unlabelled, dropout=dropout
-    )
+    plan = draw_tasks(setup.terms.seed, 0, range(count), setup.terms.sizes, work, **setup.terms.method.draws)
     return [task._replace(relabels=False) for task in plan if task.steps]

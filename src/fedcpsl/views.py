@@ -1,0 +1,161 @@
+"""Weak and strong views of a sample: what semi-supervised algorithms learn from beside the sample itself.
+
+A view is a function of inputs [..., rows, *shape of one input] and of one key per row, [..., rows], from which its
+random numbers are computed where the inputs lie; the schedule draws the keys. So all executors make the same views.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedcpsl.engine.dropout import keyed_uniform
+from fedcpsl.errors import InputError
+
+View = Callable[[Tensor, Tensor], Tensor]
+KINDS = ("image", "window", "table")
+PLACE, SHADE, NOISE = range(3)  # streams of random numbers of one key
+
+
+class Views(NamedTuple):
+    """A weak and a strong view; each takes normalised inputs and keys, and returns inputs of the same shape."""
+
+    weak: View
+    strong: View
+
+
+@lru_cache(maxsize=32)
+def views_for(kind: "str | Views", shape: tuple[int, ...]) -> Views | None:
+    """The views of inputs of a shape; `kind` is one of KINDS, "auto" for what the shape suggests, or "" for none."""
+    if not kind or isinstance(kind, Views):
+        return kind or None
+    suggested = {3: "image", 2: "window", 1: "table"}.get(len(shape))
+    if kind == "auto":
+        if suggested is None:
+            raise InputError(f"views: inputs of shape {list(shape)} have none of their own; give Views(weak, strong)")
+        kind = suggested
+    if kind not in KINDS or kind != suggested:
+        raise InputError(f"views = {kind!r}: do not fit inputs of shape {list(shape)}; give auto")
+    return {"image": image_views, "window": window_views, "table": table_views}[kind](shape)
+
+
+def viewed(views: Views, x: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Weak views of all rows, and strong views of the last ones: as many as there are more keys than rows.
+
+    x is [..., rows, *shape], keys [..., rows + strong rows].
+    """
+    lead = keys.dim() - 1
+    rows = x.shape[lead]
+    last = x.narrow(lead, 2 * rows - keys.shape[-1], keys.shape[-1] - rows)
+    return views.weak(x, keys[..., :rows]), views.strong(last, keys[..., rows:])
+
+
+def image_views(shape: tuple[int, ...]) -> Views:
+    """Shifts by an eighth, mirror images where there are colours; strong: contrast, brightness, a blank square too."""
+    place = partial(shifted_images, most=max(1, min(shape[1:]) // 8), mirror=shape[0] == 3)
+    side = max(1, min(shape[1:]) * 2 // 5)
+
+    def strong(x: Tensor, keys: Tensor) -> Tensor:
+        return without_square(shaded(place(x, keys), keys, 0.6, 0.6), keys, side)
+
+    return Views(place, strong)
+
+
+def window_views(shape: tuple[int, ...]) -> Views:
+    """Shifts in time by an eighth, a scale, noise; strong: three times as much, and a quarter of the readings blank."""
+    time = shape[1]
+
+    def view(x: Tensor, keys: Tensor, strength: float) -> Tensor:
+        moved = scaled(shifted_in_time(x, keys, max(1, time // 8)), keys, 0.1 * strength)
+        return with_noise(moved, keys, 0.05 * strength)
+
+    return Views(
+        partial(view, strength=1.0),
+        lambda x, keys: without_readings(view(x, keys, 3.0), keys, max(1, time // 4)),
+    )
+
+
+def table_views(_shape: tuple[int, ...]) -> Views:
+    """The row itself; strong: with noise."""
+    return Views(lambda x, _: x, partial(with_noise, deviation=0.3))
+
+
+def _uniform(keys: Tensor, stream: int, count: int, like: Tensor) -> Tensor:
+    """Random numbers in [0, 1), [..., rows, count]."""
+    return keyed_uniform(keys, stream, count).to(like.dtype)
+
+
+def _per_row(number: Tensor, x: Tensor) -> Tensor:
+    """One number per row, [..., rows], shaped to go with x."""
+    return number.reshape(number.shape + (1,) * (x.dim() - number.dim()))
+
+
+def _whole(u: Tensor, most: int) -> Tensor:
+    """Whole numbers from -most to most, all as likely."""
+    return (u * (2 * most + 1)).to(torch.int64).clamp_max(2 * most) - most
+
+
+def _moved(x: Tensor, by: Tensor, dim: int, mirrored: Tensor | None = None) -> Tensor:
+    """x moved along a dimension by a number of places per row, its edge repeated; mirrored where that is true."""
+    size = x.shape[dim]
+    at = (torch.arange(size, device=x.device) + by[..., None]).clamp(0, size - 1)
+    if mirrored is not None:
+        at = torch.where(mirrored[..., None], size - 1 - at, at)
+    shape = [*at.shape[:-1], *[1] * (x.dim() - at.dim() + 1)]
+    shape[dim] = size
+    return x.gather(dim, at.reshape(shape).expand(x.shape))
+
+
+def shifted_images(x: Tensor, keys: Tensor, most: int, mirror: bool) -> Tensor:
+    """Images [..., rows, channels, height, width] shifted by up to `most` pixels; half of them mirrored, if at all."""
+    u = _uniform(keys, PLACE, 3, x)
+    mirrored = u[..., 2] < 0.5 if mirror else None
+    return _moved(_moved(x, _whole(u[..., 0], most), -2), _whole(u[..., 1], most), -1, mirrored)
+
+
+def shaded(x: Tensor, keys: Tensor, contrast: float, brightness: float) -> Tensor:
+    """mean + U(1 - contrast, 1 + contrast) (x - mean) + U(-brightness, brightness), with each image's own mean."""
+    u = 2 * _uniform(keys, SHADE, 2, x) - 1
+    mean = x.mean((-1, -2, -3), keepdim=True)
+    return (x - mean) * _per_row(1 + contrast * u[..., 0], x) + mean + _per_row(brightness * u[..., 1], x)
+
+
+def without_square(x: Tensor, keys: Tensor, side: int) -> Tensor:
+    """Images with a square of pixels set to zero, its centre anywhere in the image, cut at the border."""
+    height, width = x.shape[-2:]
+    u = _uniform(keys, NOISE, 2, x)
+    blank = _near(u[..., 0], height, side, x)[..., :, None] & _near(u[..., 1], width, side, x)[..., None, :]
+    return x.masked_fill(blank[..., None, :, :], 0)
+
+
+def _near(u: Tensor, size: int, count: int, x: Tensor) -> Tensor:
+    """Which places of a dimension are among `count` in a row around a random one, [..., rows, size]."""
+    centre = (u * size).to(torch.int64).clamp_max(size - 1)
+    first = centre - (count - 1) // 2
+    along = torch.arange(size, device=x.device)
+    return (along >= first[..., None]) & (along < first[..., None] + count)
+
+
+def shifted_in_time(x: Tensor, keys: Tensor, most: int) -> Tensor:
+    """Windows [..., rows, channels, time] shifted by up to `most` readings."""
+    return _moved(x, _whole(_uniform(keys, PLACE, 1, x)[..., 0], most), -1)
+
+
+def scaled(x: Tensor, keys: Tensor, most: float) -> Tensor:
+    """U(1 - most, 1 + most) x."""
+    u = 2 * _uniform(keys, SHADE, 1, x)[..., 0] - 1
+    return x * _per_row(1 + most * u, x)
+
+
+def with_noise(x: Tensor, keys: Tensor, deviation: float) -> Tensor:
+    """x + uniform noise of a standard deviation, of each number on its own."""
+    u = _uniform(keys, NOISE, x[(0,) * keys.dim()].numel(), x).reshape(x.shape)
+    return x + (2 * 3**0.5 * deviation) * (u - 0.5)
+
+
+def without_readings(x: Tensor, keys: Tensor, count: int) -> Tensor:
+    """Windows with `count` readings in a row set to zero, of all channels."""
+    blank = _near(_uniform(keys, PLACE, 2, x)[..., 1], x.shape[-1], count, x)
+    return x.masked_fill(blank[..., None, :], 0)
