@@ -36,6 +36,7 @@ from fedcpsl.export.personal_model import (
     onnx_of,
     predict_of,
     program_of,
+    quietly,
     with_tensors,
 )
 from fedcpsl.export.saved_run import ROWS_AT_ONCE, DeviceModel
@@ -340,7 +341,9 @@ def encode(model: DeviceModel, kind: str, path: Path) -> tuple[bytes, PredictSam
         return content, onnx_predict(content, str(path))
     content = torch_file(manifest, program)
     read_torch(content, path)
-    return content, torch_predict(torch.export.load(io.BytesIO(content)).module())
+    with quietly():
+        program = torch.export.load(io.BytesIO(content))
+    return content, torch_predict(program.module())
 
 
 def random_samples(manifest: ModelManifest) -> NDArray[np.float32]:

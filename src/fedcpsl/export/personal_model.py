@@ -85,7 +85,7 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
 def program_of(model: PersonalModel, shape: tuple[int, ...]) -> torch.export.ExportedProgram:
     """Export the model as a PyTorch program for any number of samples, without file names of this machine."""
     example = torch.zeros(EXAMPLES, *shape)
-    with _quietly():
+    with quietly():
         try:
             any_number = ({0: torch.export.Dim("samples")},)
             program = torch.export.export(model, (example,), dynamic_shapes=any_number, strict=False)
@@ -102,7 +102,7 @@ def program_of(model: PersonalModel, shape: tuple[int, ...]) -> torch.export.Exp
 
 def onnx_of(program: torch.export.ExportedProgram) -> bytes:
     """Return the program as an ONNX graph: input `samples`, output `probabilities`."""
-    with _quietly():
+    with quietly():
         try:
             import onnx  # noqa: F401
             import onnxscript  # noqa: F401
@@ -145,7 +145,7 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Suppress the log, warnings and output of PyTorch's exporters; errors are raised anyway."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
