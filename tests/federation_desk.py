@@ -24,6 +24,8 @@ from fedcpsl.models import make_model
 from fedcpsl.schedule import stream
 from fedcpsl.simulation import prepare, simulate
 
+ROOT = Path(__file__).parents[1]
+
 JOB = """
 [federation]
 shape = [64]
@@ -99,7 +101,8 @@ class Desk:
                 stdout=log,
                 stderr=log,
                 text=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
+                env=os.environ
+                | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
             )
 
     def status(self) -> dict | None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcpsl import config
-from fedcpsl.algorithm import Roster, optional
+from fedcpsl.algorithm import Roster, optional, predicting
 from fedcpsl.algorithms import all_algorithms, family, traits_of
 from fedcpsl.problem import Samples
 from fedcpsl.runs.checkpoint import checkpoints, load_checkpoint, save_checkpoint
@@ -140,9 +140,12 @@ def test_padding_changes_nothing(name):
         torch.nn.functional.pad(labelled, (0, 3)),
         torch.nn.functional.pad(unlabelled, (0, 3)),
     )
+    plain = Samples(x, target, labelled, unlabelled)
+    if method.traits.views:
+        plain, padded = (given._replace(strong=given.x[:, 2:] + 0.1) for given in (plain, padded))
     sent = stacked_broadcast(setup, state.server, [0, 2])
     ends = []
-    for samples in (Samples(x, target, labelled, unlabelled), padded):
+    for samples in (plain, padded):
         local = algorithm.begin(method, hyper, sent, device)
         for _ in range(3):
             local = algorithm.step(method, hyper, local, samples)
@@ -186,7 +189,7 @@ def test_inputs_are_not_modified(name):
     x = torch.from_numpy(rng.normal(size=(5, 4, 6)))
     nu = torch.softmax(torch.from_numpy(rng.normal(size=(5, 4, 3))), -1)
     weights = torch.full((5, 4), 0.25, dtype=torch.float64)
-    samples = Samples(x, nu, weights, weights)
+    samples = Samples(x, nu, weights, weights, strong=x[:, 2:] + 0.1 if method.traits.views else None)
     given_in = [server, device, sent, hyper, samples[:4]]
     before = [map_tensors(lambda t: t.clone(), tuple(s)) for s in given_in]
     if relabel := optional(algorithm, "relabel"):
@@ -203,7 +206,7 @@ def test_inputs_are_not_modified(name):
         algorithm.apply(method, server, map_tensors(lambda t: t.sum(0), added), 5)
     algorithm.admit(method, server, Roster(2, 10), Roster(3, 20))
     log_h = torch.log_softmax(x[..., :3], -1)
-    algorithm.predict(method, hyper, log_h, log_h)
+    algorithm.predict(method, predicting(algorithm, method, hyper, device), log_h, log_h)
     for state_before, state_after in zip(before, given_in, strict=True):
         for a, b in zip(leaves(state_before), leaves(tuple(state_after)), strict=True):
             assert torch.equal(a, b)

@@ -19,7 +19,7 @@ from .faulty import FULL, KINDS, NAMES, WORK, Disk, Faulty, Killed, failing_disk
 from .test_federation import an_instruction
 
 SMALL = replace(WORK, rounds=4, active=3, unit="steps", amount=2)
-WITH_CONTROL = [name for name in NAMES if name in ("fedcpsl", "scaffold", "fedshvr")]
+WITH_CONTROL = [name for name in NAMES if name in ("fedcpsl", "fedcpsl2", "scaffold", "fedshvr")]
 PLACES = 3  # where a write can stop: before the new file is synced, before it has its name, before that is synced
 SETUPS = {name: make(name, work=SMALL) for name in WITH_CONTROL}
 

@@ -25,7 +25,7 @@ from .conftest import small_federation, small_model
 from .small_runs import answers_of, ask, table_run, write_table
 from .test_conformance import WORK, assert_equal, final, make
 
-NEW = ("feddyn", "ditto", "fedamp")
+NEW = ("feddyn", "ditto", "fedamp", "fedcpsl2")
 FEW = ["--rounds", "2", "--set", "run.processes=1"]
 
 
@@ -101,7 +101,7 @@ def test_what_two_algorithms_share_is_carried_over():
         ({"algorithm.name": "ditto", "algorithm.beta": 0.5}, "algorithm.beta: ditto has no such setting"),
         ({"algorithm.lam": 0.5}, "algorithm.lam: fedcpsl has no such setting"),
         ({"algorithm.name": "ditto", "algorithm.lam": -1}, "algorithm.lam = -1: give a number of at least 0"),
-        ({"algorithm.lamda": 0.5}, "algorithm.lamda: no such setting; did you mean 'lam'?"),
+        ({"algorithm.sigmaa": 0.5}, "algorithm.sigmaa: no such setting; did you mean 'sigma'?"),
         ({"algorithm.name": "dito"}, "no such algorithm; did you mean 'ditto'?"),
     ],
 )

@@ -365,7 +365,8 @@ def test_theorem_1_with_minibatches():
     c = theory.constants_of(prepared(federation, L, 1.0, work), L, sigma=sqrt(variance * 2 * size))
     eta, runs = theory.eta_limit(c), []
     for seed in range(3):
-        setup = prepared(federation, L, eta, work)._replace(seed=seed)
+        setup = prepared(federation, L, eta, work)
+        setup = setup._replace(terms=setup.terms._replace(seed=seed))
         runs.append([theory.gap(state, L).total for state in simulate(setup)][:60])
     mean = np.mean(runs, 0)
     start = theory.start_of(initial_state(setup), c, eta)

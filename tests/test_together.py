@@ -186,9 +186,9 @@ def test_on_a_gpu_a_captured_evaluation_is_the_evaluation(work):
 def test_a_cpu_takes_no_more_side_by_side_than_its_caches_hold(monkeypatch):
     run = config.Run(executor="vectorised", processes=2, device="cpu")
     made = setups(run, cases=CASES[:4])  # 2, 3, 4 and 2 active devices: 6 for one of two processes
-    monkeypatch.setattr("fedcpsl.simulation.tuning.CACHES", 5 * 4 * made[0].method.network.initial.numel() * 6)
+    monkeypatch.setattr("fedcpsl.simulation.tuning.CACHES", 5 * 4 * made[0].terms.method.network.initial.numel() * 6)
     assert slots_that_fit(made) == 0
-    monkeypatch.setattr("fedcpsl.simulation.tuning.CACHES", 5 * 4 * made[0].method.network.initial.numel() * 4)
+    monkeypatch.setattr("fedcpsl.simulation.tuning.CACHES", 5 * 4 * made[0].terms.method.network.initial.numel() * 4)
     assert slots_that_fit(made) == 4
     assert slots_that_fit(made[:1]) == 0
 

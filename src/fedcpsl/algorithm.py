@@ -39,6 +39,7 @@ class Traits(NamedTuple):
     models: int = 1  # that a local step trains
     gradients_per_step: int = 1  # of minibatches, over all models
     warm_up: int = 0  # active rounds of a device before it uses unlabelled samples
+    follows: bool = False  # a device's own model changes whenever the general one does
     views: str | Views = ""  # of the samples of a step: "auto" by the shape of inputs, or see `fedcpsl.views`; "": none
 
 
@@ -64,13 +65,15 @@ class Method(NamedTuple):
 class Algorithm(Protocol):
     """The functions of an algorithm file; `VARIANTS` names the algorithms that it provides, each with its rules.
 
-    Optional, found by being there: `relabel`, once a round over all unlabelled samples; `phases`, for personal rounds,
-    and `partner`, the model that stays fixed in them; `alike` and `merged`, for runs of several variants side by side;
-    `broadcast_each(method, server, devices)` in place of `broadcast`, stacked, [devices, ...], and
-    `receive(method, server, devices, uploads, omega)` in place of `contribution` and `apply`, where the server must see
-    who sent what; `newcomer`, the settings of a device that was not in training; `PREDICTS_WITH`, the numbers that
-    `predict` needs; for real devices `greeting`, `started_again`, `update_rate`, `not_deployable` and `OWN_NUMBERS`
-    (see `fedcpsl.federation`); `invariants`, which the conformance suite checks; `RECORDED`, what fields are called in
+    Optional, found by being there: `relabel`, once a round over all unlabelled samples; `with_labels`, what a device
+    knows by its labels alone, and `prepare`, once a visit over all its samples, both changing what it keeps; `phases`,
+    for personal rounds, and `partner`, the model that stays fixed in them; `alike` and `merged`, for runs of several
+    variants side by side; `broadcast_each(method, server, devices)` in place of `broadcast`, stacked, [devices, ...],
+    and `receive(method, server, devices, uploads, omega)` in place of `contribution` and `apply`, where the server must
+    see who sent what; `newcomer`, the settings of a device that was not in training; `PREDICTS_WITH`, the numbers that
+    `predict` needs, and `predicting(method, hyper, device)`, a NamedTuple of them, where the device keeps some; for
+    real devices `greeting`, `started_again`, `update_rate`, `not_deployable` and `OWN_NUMBERS` (see
+    `fedcpsl.federation`); `invariants`, which the conformance suite checks; `RECORDED`, what fields are called in
     recorded runs.
     """
 
@@ -145,15 +148,24 @@ class Algorithm(Protocol):
         """The general model as a device finds it in what it was sent; None where it needs none to predict."""
         ...
 
-    def own_model(self, method: Method, device: Tree) -> Tensor | None:
-        """A device's own model, [..., parameters]; None where it has none."""
+    def own_model(self, method: Method, hyper: Tree, device: Tree, general: Tensor | None) -> Tensor | None:
+        """A device's own model, [..., parameters]; None where it has none. `general` is the general model now."""
         ...
 
     def predict(self, method: Method, hyper: Tree, log_h: Tensor | None, log_h_own: Tensor | None, /) -> Tensor:
         """A device's answer from those of the general and of its own model, all as log-probabilities: **the only
         truth** about it, which evaluation, export, `adapt`, the classifier and real devices ask.
+
+        `hyper` has the fields `PREDICTS_WITH`: those of `Hyper`, or of what `predicting` returns where it is there.
         """
         ...
+
+
+class Visit(NamedTuple):
+    """What a device holds when it is visited: what `prepare` looks at."""
+
+    labels: Tensor  # [classes]: how many of its labelled samples each class has
+    x: Tensor  # [unlabelled samples, ...]
 
 
 class Roster(NamedTuple):
@@ -161,6 +173,12 @@ class Roster(NamedTuple):
 
     devices: int
     samples: int
+
+
+def predicting(algorithm: Algorithm, method: Method, hyper: Tree, device: Tree) -> Tree:
+    """The numbers that a device predicts with: the algorithm's, or with some that the device keeps."""
+    own = optional(algorithm, "predicting")
+    return own(method, hyper, device) if own else hyper
 
 
 def optional(algorithm: Algorithm, name: str) -> Any:

@@ -102,7 +102,7 @@ def received_model(_method: Method, broadcast: Any) -> Tensor | None:
     return found
 
 
-def no_own_model(_method: Method, _device: Any) -> Tensor | None:
+def no_own_model(_method: Method, _hyper: Any, _device: Any, _general: Tensor | None) -> Tensor | None:
     return None
 
 

@@ -10,10 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedcpsl.algorithm import Method
+from fedcpsl.algorithm import Method, optional, predicting
 from fedcpsl.simulation import State
 from fedcpsl.simulation.device_data import Held
 from fedcpsl.simulation.hardware import to_device
+from fedcpsl.simulation.store import rows_of
 from fedcpsl.trees import Tree, map_tensors
 
 ROWS_AT_ONCE = 16384
@@ -154,7 +155,7 @@ def measure(state: State, made: Predictions, judged: Tensor, model: Tensor | Non
         nothing if made.localized is None else next(hits),
         right(validation, predict(state, validation, model=model).personal[None])[0] if len(validation.x) else nothing,
         -each.gather(2, tests.y.expand(len(each), -1)[..., None]).mean((1, 2)).to(exact) if len(tests.x) else nothing,
-        _labels(state, judged, exact) if state.setup.terms.method.traits.unlabelled else nothing,
+        _labels(state, judged, exact) if _renews_labels(state) else nothing,
     ]
 
 
@@ -199,31 +200,57 @@ def predict(state: State, held: Held, earlier: Predictions | None = None, model:
     else:
         localized, changed = earlier.localized.clone(), earlier.made_by != versions
     renewed = np.flatnonzero(changed & (np.diff(held.start) > 0)).tolist()
-    for i, model_of_i in zip(renewed, own_models(state, renewed), strict=True):
+    for i in renewed:
         rows = held.rows(i)
-        localized[rows] = network.log_probabilities(model_of_i, x[rows])
+        localized[rows] = network.log_probabilities(own_models(state, [i], theta)[0], x[rows])
     hyper = earlier.hyper if earlier else None
-    if hyper is None:
-        hyper = map_tensors(lambda t: t[held.device], setup.terms.hyper)  # every sample a slot of its own
+    if hyper is None or optional(algorithm, "predicting"):
+        tested = np.flatnonzero(np.diff(held.start) > 0)
+        place = to_device(np.searchsorted(tested, np.arange(setup.terms.devices)), x.device)[held.device]
+        hyper = map_tensors(lambda t: t[place], prediction_numbers(state, tested.tolist()))  # a slot for every sample
     each = None if general is None else general[:, None]
     personal = algorithm.predict(method, hyper, each, localized[:, None])[:, 0]
     return Predictions(personal, general, localized, versions, hyper)
 
 
-def own_models(state: State, devices: Sequence[int]) -> list[Tensor]:
-    """The models of some devices' own, where the algorithm has such models."""
-    method, own_model = state.setup.terms.method_after(state.round), state.setup.terms.algorithm.own_model
+def own_models(state: State, devices: Sequence[int], general: Tensor | None) -> Tensor:
+    """The models of some devices' own, [devices, parameters], where the algorithm has such models."""
+    terms, where = state.setup.terms, state.targets.device
+    index = to_device(list(devices), where)
+    hyper = map_tensors(lambda t: t[index], terms.hyper)
+    found = terms.algorithm.own_model(terms.method_after(state.round), hyper, _kept(state, devices, index), general)
+    assert found is not None
+    return found
+
+
+def _kept(state: State, devices: Sequence[int], index: Tensor) -> Tree:
+    """What some devices keep, [devices, ...]."""
     if state.sparse is None:
-        of_all = own_model(method, state.devices)
-        assert of_all is not None
-        return [of_all[device] for device in devices]
-    return [model for device in devices if (model := own_model(method, state.device(device))) is not None]
+        return rows_of(state.devices, index)
+    return map_tensors(lambda *each: torch.stack(each), *(state.device(device) for device in devices))
+
+
+def prediction_numbers(state: State, devices: Sequence[int]) -> Tree:
+    """The numbers that some devices predict with, [devices, ...]."""
+    terms, index = state.setup.terms, to_device(list(devices), state.targets.device)
+    hyper = map_tensors(lambda t: t[index], terms.hyper)
+    if not devices or not optional(terms.algorithm, "predicting"):
+        return hyper
+    return predicting(terms.algorithm, terms.method_after(state.round), hyper, _kept(state, devices, index))
 
 
 def versions_of(state: State) -> NDArray[np.int64]:
     """A number for every device's localized model that changes whenever the model may have."""
     setup = state.setup
+    if setup.terms.method.traits.follows:
+        return np.full(setup.terms.devices, state.round)
     return state.active_rounds + (setup.terms.joins < state.round) + max(state.round - setup.terms.rounds, 0)
+
+
+def _renews_labels(state: State) -> bool:
+    """Whether devices keep pseudo-labels, renewed once a round, which can be scored."""
+    terms = state.setup.terms
+    return terms.method.traits.unlabelled and optional(terms.algorithm, "relabel") is not None
 
 
 def has_labelled(state: State) -> NDArray[np.bool_]:
@@ -307,7 +334,8 @@ def examiner() -> Examine:
     def examine(states: Sequence[State]) -> Pending:
         nonlocal earlier
         on_demand = any(state.setup.data.supply is not None for state in states)
-        if not earlier or on_demand or not states[0].targets.is_cuda:
+        changing = any(optional(state.setup.terms.algorithm, "predicting") for state in states)
+        if not earlier or on_demand or changing or not states[0].targets.is_cuda:
             asked = measure_together(states, earlier or [None] * len(states))
             earlier = asked.predictions
             return asked
@@ -343,8 +371,11 @@ def _with_new_localized(states: Sequence[State], earlier: Sequence[Predictions])
             x = tests[same].x.new_zeros(len(some), most, *tests[same].x.shape[1:])
             for place, (run, _), own in zip(x, some, rows, strict=True):
                 place[: own.stop - own.start] = tests[run].x[own]
-            models = [own_models(states[r], [i for _, i in own]) for r, own in groupby(some, key=lambda each: each[0])]
-            log_h = network.log_probabilities(torch.stack([model for own in models for model in own]), x)
+            models = [
+                own_models(states[r], [i for _, i in own], _general_models([states[r]])[0])
+                for r, own in groupby(some, key=lambda each: each[0])
+            ]
+            log_h = network.log_probabilities(torch.cat(models), x)
             for each, (run, _), own in zip(log_h, some, rows, strict=True):
                 localized = earlier[run].localized
                 assert localized is not None

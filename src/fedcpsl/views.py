@@ -151,7 +151,7 @@ def scaled(x: Tensor, keys: Tensor, most: float) -> Tensor:
 
 def with_noise(x: Tensor, keys: Tensor, deviation: float) -> Tensor:
     """x + uniform noise of a standard deviation, of each number on its own."""
-    u = _uniform(keys, NOISE, x[(0,) * keys.dim()].numel(), x).reshape(x.shape)
+    u = _uniform(keys, NOISE, x.shape[keys.dim() :].numel(), x).reshape(x.shape)
     return x + (2 * 3**0.5 * deviation) * (u - 0.5)
 
 

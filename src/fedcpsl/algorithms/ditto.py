@@ -133,6 +133,6 @@ def finish(
     return kept, Upload(model_of(method, hyper, local.models, 0) - broadcast.theta)
 
 
-def own_model(_: Method, device: Device) -> Tensor:
+def own_model(_method: Method, _hyper: Hyper, device: Device, _general: Tensor | None) -> Tensor:
     """v_i."""
     return device.v

@@ -410,7 +410,7 @@ def started_again(state: Server | Device) -> Server | Device:
 
 def update_rate(hyper: Hyper, upload: Upload) -> Tensor:
     """norm(theta_i - theta) / (eta Q~), what the device's mean gradient would have to be; in float64."""
-    exact = Hyper(*(number.double() for number in hyper))
+    exact = type(hyper)(*(number.double() for number in hyper))
     return mean_gradient(exact, Upload(upload.delta.double(), upload.steps)).norm()
 
 
@@ -477,7 +477,7 @@ def general_model(method: Method, server: Server) -> Tensor | None:
     return None if _parts(method).alone else server.theta
 
 
-def own_model(method: Method, device: Device) -> Tensor | None:
+def own_model(method: Method, _hyper: Hyper, device: Device, _general: Tensor | None) -> Tensor | None:
     """theta_lc."""
     return device.theta_lc if _parts(method).personal else None
 

@@ -185,6 +185,6 @@ def not_deployable(_: Method) -> str:
     return "messages carry one model for all so far, and each device needs its own; simulate it"
 
 
-def own_model(_: Method, device: Device) -> Tensor:
+def own_model(_method: Method, _hyper: Hyper, device: Device, _general: Tensor | None) -> Tensor:
     """w_i."""
     return device.w

@@ -253,8 +253,9 @@ def module_of(weights: Weights, path: Path, own: str) -> PersonalModel:
     kinds = {part: any(key.startswith(f"{part}.") for key in tensors) for part in ("general", "localized")}
     parts = [with_tensors(network, {}) if there else None for there in kinds.values()]
     try:
-        predict, numbers = algorithm_predict(manifest, network)
-        model = PersonalModel(predict, parts[0], parts[1], numbers if all(parts) else {}, manifest.scaling)
+        predict, needed = algorithm_predict(manifest, network)
+        numbers = {name: torch.zeros_like(tensors[name]) for name in needed if name in tensors}
+        model = PersonalModel(predict, parts[0], parts[1], numbers, manifest.scaling)
         model.load_state_dict(tensors)
     except (RuntimeError, TypeError) as error:
         raise InputError(f"{path}: does not fit its network {name}: {' '.join(str(error).split())}") from error
@@ -268,14 +269,14 @@ def _network(manifest: ModelManifest, path: Path) -> tuple[str, list[int]]:
     return model["name"], model["hidden"]
 
 
-def algorithm_predict(manifest: ModelManifest, module: nn.Module) -> tuple[PredictFromModels, dict[str, float]]:
+def algorithm_predict(manifest: ModelManifest, module: nn.Module) -> tuple[PredictFromModels, tuple[str, ...]]:
     """Return the algorithm's `predict` and the names of its numbers, whose values are among the weights."""
     values = {f"{part}.{key}": v for part in ("algorithm", "work") for key, v in manifest.config[part].items()}
     config = with_settings(Config(), values)
     network = Network(module, torch.zeros(2, *manifest.input_shape), len(manifest.classes))
     found = resolved(config.algorithm, network, config.work)
-    numbers = dict.fromkeys(optional(found.algorithm, "PREDICTS_WITH") or (), 0.0)
-    return predict_of(found.algorithm, found.kept_method(config.work)), numbers
+    needed = optional(found.algorithm, "PREDICTS_WITH") or ()
+    return predict_of(found.algorithm, found.kept_method(config.work)), needed
 
 
 def torch_predict(model: Any) -> PredictSamples:

@@ -39,14 +39,14 @@ class PersonalModel(nn.Module):
         predict: PredictFromModels,
         general: nn.Module | None,
         localized: nn.Module | None,
-        numbers: Mapping[str, float],
+        numbers: Mapping[str, float | Tensor],
         scaling: Scaling | None,
     ) -> None:
         super().__init__()
         self.general, self.localized, self.predict = general, localized, predict
         self.normalises, self.numbers = scaling is not None, tuple(numbers)
         for name, number in numbers.items():
-            self.register_buffer(name, torch.tensor(number))
+            self.register_buffer(name, torch.as_tensor(number).clone())
         for name, given in scaling._asdict().items() if scaling else ():
             self.register_buffer(name, torch.from_numpy(np.asarray(given, np.float32)))
         self.float().eval().requires_grad_(False)
@@ -65,9 +65,10 @@ def predict_of(algorithm: Algorithm, method: Method) -> PredictFromModels:
     return partial(algorithm.predict, method)
 
 
-def numbers_for(algorithm: Algorithm, hyper: Any) -> dict[str, float]:
-    """Return the algorithm's numbers that its `predict` needs."""
-    return {name: float(getattr(hyper, name)) for name in optional(algorithm, "PREDICTS_WITH") or ()}
+def numbers_for(algorithm: Algorithm, hyper: Any) -> dict[str, float | Tensor]:
+    """Return the numbers that the algorithm's `predict` needs."""
+    found = {name: getattr(hyper, name) for name in optional(algorithm, "PREDICTS_WITH") or ()}
+    return {name: t if t.dim() else float(t) for name, t in found.items()}
 
 
 def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedcpsl.algorithm import Algorithm, Method
+from fedcpsl.algorithm import Algorithm, Method, optional
 from fedcpsl.algorithms import traits_of
 from fedcpsl.config import Config
 from fedcpsl.data.scaling import Scaling
@@ -130,7 +131,7 @@ def model_of_device(run: SavedRun, device: str | None) -> DeviceModel:
     model = run.model
     bound = bind_algorithm(run, model, number)
     mixes = number is not None and general and localized
-    manifest = manifest_of(run, name, number, bound.numbers.get("beta") if mixes else None)
+    manifest = manifest_of(run, name, number, _beta(bound) if mixes else None)
     thetas = [_theta(bound.method, named) if named else None for named in (general, localized)]
     modules = [with_tensors(model, named) if named else None for named in (general, localized)]
 
@@ -142,13 +143,18 @@ def model_of_device(run: SavedRun, device: str | None) -> DeviceModel:
     return DeviceModel(manifest, module, Predictor(manifest, predict_samples))
 
 
+def _beta(bound: "BoundAlgorithm") -> float | None:
+    beta = bound.numbers.get("beta")
+    return beta if isinstance(beta, float) else None
+
+
 class BoundAlgorithm(NamedTuple):
     """An algorithm with its method and a device's numbers: all that predictions need except the models."""
 
     algorithm: Algorithm
     method: Method
     hyper: Tree
-    numbers: dict[str, float]  # those of `hyper` that predictions need
+    numbers: dict[str, float | Tensor]  # those of `hyper` that predictions need
 
 
 def bind_algorithm(run: SavedRun, model: nn.Module, number: int | None) -> BoundAlgorithm:
@@ -159,7 +165,11 @@ def bind_algorithm(run: SavedRun, model: nn.Module, number: int | None) -> Bound
     found = resolved(settings, network, work)
     method = found.kept_method(work)
     hyper = hyper_of_device(found.algorithm, method, settings, run.devices, number or 0)
-    return BoundAlgorithm(found.algorithm, method, hyper, numbers_for(found.algorithm, hyper))
+    if optional(found.algorithm, "predicting") and number is not None:
+        needed = optional(found.algorithm, "PREDICTS_WITH")
+        hyper = SimpleNamespace(**{name: run.tensors[name][number].to(network.initial) for name in needed})
+    numbers = {} if number is None else numbers_for(found.algorithm, hyper)
+    return BoundAlgorithm(found.algorithm, method, hyper, numbers)
 
 
 def manifest_of(

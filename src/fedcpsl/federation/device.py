@@ -186,6 +186,9 @@ def _initial_state(participant: Participant, instruction: Instruction) -> Device
         )
     terms, local_data = participant.terms, participant.local_data
     device = terms.algorithm.init_device(terms.method, instruction.broadcast)
+    with_labels = optional(terms.algorithm, "with_labels")
+    if with_labels:
+        device = with_labels(terms.method, device, local_data.labels.sum(0).to(instruction.broadcast[0].device))
     return DeviceState(
         run=instruction.run,
         labelled=local_data.labelled,

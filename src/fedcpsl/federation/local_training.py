@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedcpsl.algorithm import Visit, optional, predicting
 from fedcpsl.data.federation import Federation
 from fedcpsl.device_round import device_round, is_relabelled, relabelled
 from fedcpsl.errors import RunError
@@ -147,6 +148,9 @@ def train(
     task = draw_task(terms, local_data, seed, round, instruction.device, instruction.steps)
     if not task.steps:
         raise RunError("this device has no samples that the algorithm uses; nothing was done")
+    prepare = optional(algorithm, "prepare")
+    if prepare:
+        device = prepare(method, hyper, broadcast, device, Visit(local_data.labels.sum(0), local_data.x_unlabelled))
     given = (algorithm, method, hyper, broadcast, device)
     if is_relabelled(algorithm, method, warming=warming):
         nu = relabelled(*given, lambda first, last: local_data.x_unlabelled[first:last], nu)
@@ -175,10 +179,12 @@ def initial_pseudo_labels(terms: Terms, local_data: LocalData) -> Tensor:
 def log_predictions(terms: Terms, received: Tree, device: Tree, x: Tensor) -> Tensor:
     """Return a device's predictions as log-probabilities, from the last broadcast and its own state."""
     algorithm, method = terms.algorithm, terms.method
-    models = algorithm.received_model(method, received), algorithm.own_model(method, device)
+    general = algorithm.received_model(method, received)
+    models = general, algorithm.own_model(method, terms.hyper, device, general)
+    hyper = predicting(algorithm, method, terms.hyper, device)
     pieces = []
     with torch.no_grad():
         for rows in x.split(ROWS_AT_ONCE):
             both = [None if m is None else method.network.log_probabilities(m, rows) for m in models]
-            pieces.append(algorithm.predict(method, terms.hyper, *both))
+            pieces.append(algorithm.predict(method, hyper, *both))
     return torch.cat(pieces)

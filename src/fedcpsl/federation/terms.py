@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fedcpsl.algorithm import Algorithm, Method, optional
+from fedcpsl.algorithm import Algorithm, Method, Traits, optional
 from fedcpsl.engine import Network, cache_last_call
 from fedcpsl.errors import InputError
 from fedcpsl.methods import numbers_of, resolved, unknown_sizes
@@ -15,6 +15,8 @@ from fedcpsl.schedule import Work, work_of
 from fedcpsl.settings import Work as WorkSettings
 from fedcpsl.simulation import Setup
 from fedcpsl.trees import Tree, map_tensors
+
+LATER_TRAITS = ("follows", "views")  # left out of digests where an algorithm has none: older jobs stay what they were
 
 
 class Terms(NamedTuple):
@@ -112,7 +114,11 @@ def digest(terms: Terms) -> str:
     method, own = terms.method, optional(terms.algorithm, "OWN_NUMBERS") or ()  # which each device chooses
     agreed = {
         "algorithm": getattr(terms.algorithm, "__name__", type(terms.algorithm).__name__),
-        "traits": {name: _plain(trait) for name, trait in method.traits._asdict().items()},
+        "traits": {
+            name: _plain(trait)
+            for name, trait in method.traits._asdict().items()
+            if name not in LATER_TRAITS or trait != Traits._field_defaults[name]
+        },
         "rules": _plain(method.rules),
         "hyper": {name: float(t) for name, t in terms.hyper._asdict().items() if name not in own},
         "batches": [terms.work.batch_labelled, terms.work.batch_unlabelled],

@@ -1,7 +1,7 @@
 """A run's states and models as safetensors files: checkpoints to resume from, and the models of a finished run."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from fedcpsl.algorithm import optional
 from fedcpsl.data.scaling import Scaling
 from fedcpsl.engine import Network
 from fedcpsl.errors import RunError
+from fedcpsl.evaluation import prediction_numbers
 from fedcpsl.runs.folder import metrics_digest
 from fedcpsl.simulation import Setup, State
 from fedcpsl.simulation.store import Sparse, put_rows, sparse_states
@@ -83,19 +84,30 @@ def save_models(folder: Path, state: State, scaling: Scaling | None) -> None:
     network, general = method.network, setup.terms.algorithm.general_model(method, state.server)
     models = {} if general is None else {f"global/{name}": t for name, t in network.named(general).items()}
     if method.traits.personal:
-        for i in range(setup.terms.devices) if state.sparse is None else np.flatnonzero(state.sparse.there).tolist():
-            own = setup.terms.algorithm.own_model(method, state.device(i))
+        there = range(setup.terms.devices) if state.sparse is None else np.flatnonzero(state.sparse.there).tolist()
+        for i in there:
+            own = setup.terms.algorithm.own_model(method, state.hyper(i), state.device(i), general)
             assert own is not None
             models |= {f"device{i}/localized/{name}": t for name, t in network.named(own).items()}
-        models |= {
-            name: getattr(setup.terms.hyper, name) for name in optional(setup.terms.algorithm, "PREDICTS_WITH") or ()
-        }
+        models |= _prediction_tensors(state, there)
     models |= {f"fixed/{name}": t for name, t in fixed_tensors(network).items()}
     if scaling:
         models |= {"input/shift": torch.from_numpy(scaling.shift), "input/scale": torch.from_numpy(scaling.scale)}
     numbers = {"round": state.round, "devices": state.setup.terms.devices}
     release = state.sparse.release if state.sparse else None
     save_tensors(folder / "models.safetensors", models, numbers, release)
+
+
+def _prediction_tensors(state: State, devices: Sequence[int]) -> dict[str, Tensor]:
+    """Return what `predict` needs of some devices, with a row for every device of the run, 0 for the others."""
+    terms, needed = state.setup.terms, optional(state.setup.terms.algorithm, "PREDICTS_WITH") or ()
+    if not optional(terms.algorithm, "predicting"):
+        return {name: getattr(terms.hyper, name) for name in needed}
+    found = prediction_numbers(state, devices)
+    full = {name: torch.zeros(terms.devices, *getattr(found, name).shape[1:]) for name in needed}
+    for name, rows in full.items():
+        rows[list(devices)] = getattr(found, name).to(rows)
+    return full
 
 
 def fixed_tensors(network: Network) -> dict[str, Tensor]:

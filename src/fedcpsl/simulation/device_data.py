@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedcpsl.algorithm import Visit
 from fedcpsl.data.federation import Federation
 from fedcpsl.data.ondemand import OnDemand
 from fedcpsl.data.scaling import Scaling
@@ -86,6 +87,16 @@ class DeviceData(NamedTuple):
     def x(self, rows: slice) -> Tensor:
         """The inputs of some training rows as a network is given them."""
         return self.inputs.take(self.source[rows])
+
+    def label_counts(self, device: int) -> Tensor:
+        """How many of a device's labelled samples each class has, [classes]; 0 while its samples are not loaded."""
+        first = int(self.start[device])
+        known = self.truth[first : first + int(self.labelled[device])]
+        return torch.nn.functional.one_hot(known, self.one_hot.shape[1]).sum(0).to(self.dtype)
+
+    def visit(self, device: int) -> Visit:
+        """What a device holds, for an algorithm that looks at all of it."""
+        return Visit(self.label_counts(device), self.x(self.unlabelled_rows(device)))
 
     def unlabelled_rows(self, device: int) -> slice:
         first = int(self.start[device] + self.labelled[device])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedcpsl.algorithm import Algorithm, Method, alike, merged_method
+from fedcpsl.algorithm import Algorithm, Method, alike, merged_method, optional
 from fedcpsl.device_round import device_round
 from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation.hardware import to_device
@@ -101,6 +101,9 @@ def _one(program: Program, slot: Slot) -> Finished:
     hyper, where = map_tensors(lambda t: t[0], hyper_of([slot])), slot.request.setup.data.where
     device = map_tensors(lambda t: t[task.device].to(where, copy=True), slot.request.devices)
     broadcast = slot.request.broadcast_to(task.device)
+    prepare = optional(algorithm, "prepare")
+    if prepare:
+        device = prepare(method, hyper, broadcast, device, slot.request.setup.data.visit(task.device))
     batches = batch_plan([slot], program.data).of_slots(0)
     steps = minibatches(program.data, batches, range(task.steps))
     trained = device_round(algorithm, method, hyper, broadcast, device, steps)
@@ -115,6 +118,7 @@ def _side_by_side(program: Program, group: Sequence[Slot], take_steps: LocalStep
     longest_first = sorted(group, key=lambda slot: -slot.task.steps)
     hyper, batches = hyper_of(longest_first), batch_plan(longest_first, program.data)
     device, broadcast = states_of(longest_first)
+    device = _prepared(program, longest_first, hyper, broadcast, device)
     local = algorithm.begin(method, hyper, broadcast, device)
     counts = [slot.task.steps for slot in longest_first]
     local = take_steps(program, hyper, local, batches, counts)
@@ -134,6 +138,20 @@ def _side_by_side(program: Program, group: Sequence[Slot], take_steps: LocalStep
         kept = map_tensors(lambda t, old, i=mine: t[i] if old.numel() else t[i][:, :0], device, had)
         uploads = map_tensors(lambda t, i=mine: t[i], upload)
         yield Finished(run, [slot.task for slot in group[mine]], kept, uploads, costs[mine], finite[mine])
+
+
+def _prepared(program: Program, slots: Sequence[Slot], hyper: Tree, broadcast: Tree, device: Tree) -> Tree:
+    """What devices keep after the algorithm has looked at all that each holds, where it asks for that."""
+    prepare = optional(program.algorithm, "prepare")
+    if prepare is None:
+        return device
+    shared = len({slot.run for slot in slots}) == 1 and slots[0].request.rows is None  # one broadcast for all
+    each = []
+    for i, slot in enumerate(slots):
+        own, kept = (map_tensors(lambda t, i=i: t[i], state) for state in (hyper, device))
+        sent = broadcast if shared else map_tensors(lambda t, i=i: t[i], broadcast)
+        each.append(prepare(program.method, own, sent, kept, slot.request.setup.data.visit(slot.task.device)))
+    return map_tensors(lambda *rows: torch.stack(rows), *each)
 
 
 def example_of(request: RoundRequest, method: Method) -> tuple[Tree, Tree, Tensor]:

@@ -13,7 +13,7 @@ from fedcpsl.simulation.aggregation import Received, keep_and_count
 from fedcpsl.simulation.executors import Finished, LocalRounds, local_rounds
 from fedcpsl.simulation.round_request import RoundRequest, TrainingData, broadcasts_to, joint_data, training_data_of
 from fedcpsl.simulation.setup import Setup
-from fedcpsl.simulation.state import COUNT_BYTES, FiniteCheck, State, initial_state, load, unload
+from fedcpsl.simulation.state import COUNT_BYTES, FiniteCheck, State, initial_state, knowing_labels, load, unload
 from fedcpsl.simulation.workers import choose_backend
 from fedcpsl.trees import Tree, bytes_of, leaves, map_tensors
 
@@ -239,8 +239,9 @@ def _admit_joiners(state: State) -> State:
     if state.sparse:
         state = state._replace(sparse=state.sparse._replace(starts=state.sparse.starts | {state.round: one}))
     else:
-        for kept, fresh in zip(leaves(state.devices), leaves(one), strict=True):
-            kept[torch.from_numpy(joiners).to(kept.device)] = fresh
+        for joiner in joiners.tolist():
+            for kept, fresh in zip(leaves(state.devices), leaves(knowing_labels(setup, [joiner], one)), strict=True):
+                kept[joiner] = fresh
     return state._replace(
         server=server,
         uplink_bytes=state.uplink_bytes + 2 * COUNT_BYTES * len(joiners),

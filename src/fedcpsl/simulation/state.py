@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedcpsl.algorithm import optional
 from fedcpsl.errors import RunError
 from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation.device_data import keep_labels, load_samples
@@ -63,7 +65,7 @@ class State(NamedTuple):
     def device(self, device: int) -> Tree:
         """What one device keeps."""
         if self.sparse is not None and not self.sparse.there[device]:
-            return self.sparse.start(int(self.setup.terms.joins[device]))
+            return knowing_labels(self.setup, [device], self.sparse.start(int(self.setup.terms.joins[device])))
         return map_tensors(lambda t: t[device].to(self.targets.device), self.devices)
 
     def hyper(self, device: int) -> Tree:
@@ -87,6 +89,7 @@ def initial_state(setup: Setup) -> State:
         )
     else:
         devices = map_tensors(lambda t: t.expand(setup.terms.devices, *t.shape).clone(), one)
+        devices = knowing_labels(setup, range(setup.terms.devices), devices)
     return State(
         setup=setup,
         round=0,
@@ -101,6 +104,15 @@ def initial_state(setup: Setup) -> State:
         lost=0,
         sparse=sparse,
     )
+
+
+def knowing_labels(setup: Setup, devices: Sequence[int], kept: Tree) -> Tree:
+    """What devices keep, with what the algorithm makes of their labels before their first visit."""
+    with_labels = optional(setup.terms.algorithm, "with_labels")
+    if with_labels is None or setup.data.supply is not None:  # samples made on demand are not there yet
+        return kept
+    counts = torch.stack([setup.data.label_counts(device) for device in devices])
+    return with_labels(setup.terms.kept_method, kept, counts if len(devices) > 1 else counts[0])
 
 
 def load(state: State, plan: Sequence[DeviceRound]) -> State:

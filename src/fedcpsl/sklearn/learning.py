@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import Lock
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,14 +12,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fedcpsl.algorithm import optional
 from fedcpsl.config import Config
 from fedcpsl.data.federation import array_source, federate
 from fedcpsl.data.scaling import Scaling, fit_scaling
 from fedcpsl.data.split import Shares
 from fedcpsl.engine import Network
 from fedcpsl.errors import InputError
-from fedcpsl.evaluation import own_models
-from fedcpsl.methods import Resolved, numbers_of, resolved, unknown_sizes
+from fedcpsl.evaluation import own_models, prediction_numbers
+from fedcpsl.methods import Resolved, resolved
 from fedcpsl.models import choose_model, make_model
 from fedcpsl.schedule import stream
 from fedcpsl.settings import Work
@@ -44,6 +46,7 @@ class Learnt(NamedTuple):
     fixed: dict[str, NDArray[Any]]  # parameters and buffers of the network that are not trained
     general: NDArray[Any] | None  # [parameters]; None where there is no server
     own: NDArray[Any] | None  # [devices, parameters]; None where devices have no models of their own
+    numbers: dict[str, NDArray[Any]]  # that predictions need, [devices, ...]
     trained: NDArray[np.bool_]  # [devices]
     active_rounds: NDArray[np.int64]  # [devices]
     scaling: Scaling | None
@@ -72,9 +75,12 @@ def learn(
     state = _last(setup)
     method = setup.terms.method_after(state.round)
     general = setup.terms.algorithm.general_model(method, state.server)
-    own = None
+    own, numbers = None, dict[str, NDArray[Any]]()
     if method.traits.personal:
-        own = np.stack([model.cpu().numpy() for model in own_models(state, range(len(names)))])
+        needed = optional(setup.terms.algorithm, "PREDICTS_WITH") or ()
+        found = prediction_numbers(state, range(len(names)))
+        numbers = {name: getattr(found, name).cpu().numpy() for name in needed}
+        own = own_models(state, range(len(names)), general).cpu().numpy()
     return Learnt(
         settings=replace(config.algorithm, eta=choose_eta(config.algorithm.eta, "", "epochs")),
         work=config.work,
@@ -85,6 +91,7 @@ def learn(
         fixed={name: t.numpy() for name, t in module.state_dict().items() if name not in method.network.shapes},
         general=None if general is None else general.cpu().numpy(),
         own=own,
+        numbers=numbers,
         trained=_have_trained(state),
         active_rounds=state.active_rounds,
         scaling=scaling,
@@ -116,8 +123,7 @@ def _log_predictions(learnt: Learnt, found: Resolved, x: Tensor, owner: NDArray[
     for i in np.unique(owner[mine]):
         rows = torch.from_numpy(np.flatnonzero(owner == i))
         localized[rows] = network.log_probabilities(_tensor(learnt.own[i]), x[rows])
-    numbers, _ = numbers_of(found.algorithm, method, learnt.settings, unknown_sizes(len(learnt.own)))
-    hyper = found.algorithm.Hyper(*_tensor(numbers[:, owner[mine]]))  # every sample a slot of its own
+    hyper = SimpleNamespace(**{name: _tensor(each[owner[mine]]) for name, each in learnt.numbers.items()})
     each = None if general is None else general[mine][:, None]
     personal = found.algorithm.predict(method, hyper, each, localized[mine][:, None])[:, 0]
     if general is None:
