@@ -126,7 +126,7 @@ class Data:
     devices: int = whole(20, "how many devices share a data set that has none of its own", 1)
     partition: str = choice(
         AUTO,
-        "who gets what: distinct classes, sorted shards, dirichlet, unequal quantity, iid, or the data's own devices",
+        "how devices share the samples: distinct classes, shards, dirichlet, unequal quantity, iid, or as in the data",
         AUTO,
         "classes",
         "shards",
@@ -136,10 +136,10 @@ class Data:
         "natural",
     )
     classes_per_device: int = whole(2, 'distinct classes that each device holds (partition "classes")', 1)
-    shards_per_device: int = whole(2, 'shards that each device is dealt (partition "shards")', 1)
+    shards_per_device: int = whole(2, 'shards per device (partition "shards")', 1)
     concentration: float = real(
         0.5,
-        'how even shares are: small is lopsided (partition "dirichlet" and "quantity")',
+        'how even the shares are: the smaller, the more uneven (partition "dirichlet" and "quantity")',
         0,
         open_ends="[",
     )
@@ -166,7 +166,7 @@ class Data:
         0.0, "share of each device's remaining samples that is kept for choosing settings", 0, 1, open_ends="]"
     )
     normalise: str = choice(
-        AUTO, "inputs less their mean, over their deviation, from training data", AUTO, "standard", "none"
+        AUTO, "subtract the training data's mean and divide by its standard deviation", AUTO, "standard", "none"
     )
 
     @property
@@ -222,7 +222,7 @@ class Algorithm:
     alpha_r: float = real(0.01, "weight of the regulariser; 0 makes pseudo-labels one-hot", 0)
     pseudo_labels: str = choice("closed_form", "how pseudo-labels are renewed", "closed_form", "gradient")
     labels_from: str = choice(
-        "global", "whose predictions pseudo-labels are made of; mixture is beyond the paper", "global", "mixture"
+        "global", "the model that makes pseudo-labels; mixture is not in the paper", "global", "mixture"
     )
     warm_up: int = whole(0, "active rounds of a device before it uses pseudo-labels; beyond the paper", 0)
     eta_v: float = real(1.0, 'step size of pseudo-labels (pseudo_labels = "gradient")', 0, open_ends="[")
@@ -243,7 +243,7 @@ class Work:
     )
     unit: str = choice(
         "epochs",
-        "what `amount` counts; hlu draws epochs anew for each device and round",
+        "what `amount` counts; hlu draws a number of epochs for each device and round",
         "epochs",
         "steps",
         "hlu",
@@ -284,7 +284,7 @@ class Run:
         "sequential",
         "vectorised",
     )
-    slots: int = whole(0, "most devices side by side; 0: all active ones, or what executor auto finds faster", 0)
+    slots: int = whole(0, "maximum of devices side by side; 0: all active ones, or what executor auto finds faster", 0)
     processes: int | str = whole(
         AUTO,
         "processes that share a round's devices; auto: one per core on Linux, 1 where there is a GPU",
@@ -293,7 +293,7 @@ class Run:
     )
     store: str = choice(
         AUTO,
-        "where device states live; auto: on what computes where all fit, else in memory or on disk, once active",
+        "where device states live; auto: on the accelerator if all fit, else in memory or on disk",
         AUTO,
         "accelerator",
         "host",
@@ -303,7 +303,7 @@ class Run:
     dtype: str = choice("float32", "floating-point type", "float32", "float64")
     precision: str = choice(
         "ieee",
-        "how a GPU multiplies float32 numbers: in full precision, or faster, coarser",
+        "how a GPU multiplies float32 numbers: in full precision, or faster and less precisely",
         "ieee",
         "tf32",
         "bf16",
@@ -318,6 +318,6 @@ class Run:
     )
     checkpoint_seconds: float = real(30.0, "seconds between checkpoints; 0: one after every round", 0)
     keep: str = choice(
-        "models", "what stays of a finished run: models and a last checkpoint too, or not", "models", "metrics"
+        "models", "what a finished run keeps: its models and last checkpoint too, or only metrics", "models", "metrics"
     )
-    together: int = whole(0, "most runs of a comparison side by side; 0: as many as fit into memory", 0)
+    together: int = whole(0, "maximum number of runs of a comparison side by side; 0: as many as fit into memory", 0)

@@ -404,7 +404,7 @@ def greeting(broadcast: Broadcast) -> Broadcast:
 
 
 def started_again(state: Server | Device) -> Server | Device:
-    """c, or c_i, at 0: what both sides must agree on begins anew; models stay."""
+    """c, or c_i, at 0: what both sides must agree on is reset; models stay."""
     return state._replace(c=torch.zeros_like(state.c))
 
 

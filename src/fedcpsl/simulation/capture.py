@@ -19,7 +19,7 @@ from fedcpsl.simulation.round_request import TrainingData
 from fedcpsl.trees import Tree, map_tensors
 from fedcpsl.views import viewed
 
-WASTE = 1.3  # a stretch runs at most so many times the slots that need it
+WASTE = 1.3  # a stretch runs at most this factor more slots than need it
 WARM_UPS = 3  # of a step, before it is captured: libraries choose their algorithms then
 IN_A_ROW = 8  # steps of a longer graph: they gather their samples at once and share what depends on no step
 

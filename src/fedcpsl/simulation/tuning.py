@@ -29,7 +29,7 @@ STATES_OF_SLOT = 5  # two models, two momenta, a correction
 def runs_that_fit(setup: Setup) -> int:
     """How many runs like this one can be held at a time."""
     if setup.data.supply is not None:
-        return 1  # its samples are made anew for every round
+        return 1  # its samples are made for every round
     device_data = setup.data
     held = [
         device_data.source,
@@ -113,7 +113,7 @@ class Layout(NamedTuple):
         return f"{self.executor}{side_by_side}, {self.processes} process{'es' if self.processes > 1 else ''}"
 
 
-Speed = Callable[[Setup, Layout, float], float]  # device-steps per second, measured for so many seconds
+Speed = Callable[[Setup, Layout, float], float]  # device-steps per second, measured for a number of seconds
 
 
 def fastest(setup: Setup, run: settings.Run) -> Setup:
