@@ -13,6 +13,7 @@ from fedcpsl.algorithms import fedcpsl2
 from fedcpsl.config import Run, Work
 from fedcpsl.data.federation import Federation
 from fedcpsl.evaluation import evaluate
+from fedcpsl.problem import PriorCosts, prior_costs
 from fedcpsl.simulation import initial_state
 from fedcpsl.trees import map_tensors
 
@@ -53,8 +54,8 @@ def test_costs():
     # one labelled row of class 0 and one pseudo-labelled row of class 1 with weights 1 and 2; pi uniform, beta = 0.5
     # theta: h = (0.5, 0.5) in both, f_i = log 2 + 2 log 2; own: (0.75, 0.25): mixtures (0.625, 0.375)
     log_h = number([[[0.5, 0.5]] * 2, [[0.75, 0.25]] * 2]).log().requires_grad_()
-    hyper = fedcpsl2.Hyper(*[number(0.5)] * len(fedcpsl2.Hyper._fields))
-    costs = fedcpsl2.step_costs(hyper, number([0.5, 0.5]).log(), torch.eye(2).double(), number([1.0, 2.0]), log_h)
+    uniform = number([0.5, 0.5]).log()
+    costs = prior_costs(PriorCosts(torch.eye(2).double(), number([1.0, 2.0]), uniform, number(0.5)), log_h)
     assert costs.tolist() == pytest.approx([3 * log(2), -log(0.625) - 2 * log(0.375)])
     (gradient,) = torch.autograd.grad(costs[1], log_h)
     assert gradient[0].abs().max() == 0  # theta_i is fixed in F_i

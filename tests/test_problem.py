@@ -12,6 +12,7 @@ from fedcpsl.problem import (
     Costs,
     LabelledCosts,
     LocalCosts,
+    PriorCosts,
     Samples,
     closed_form_labels,
     cross_entropy,
@@ -159,14 +160,14 @@ def test_costs_know_whether_the_closed_form_is_theirs():
     assert not Costs(regulariser=lambda log_h, _: log_h.exp().square().sum(-1)).closed_form
 
 
-@given(st.integers(0, 10**6), st.sampled_from(["labels alone", "f_i", "F_i beside theta_i", "F_i alone"]))
+@given(st.integers(0, 10**6), st.sampled_from(["labels alone", "f_i", "F_i beside theta_i", "F_i alone", "prior"]))
 def test_written_out_gradients_are_the_derivatives_of_the_costs(seed, kind):
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
         return torch.randn(2, *shape, generator=generator, dtype=torch.float64)
 
-    models = 2 if kind == "F_i beside theta_i" else 1
+    models = 2 if kind in ("F_i beside theta_i", "prior") else 1
     log_h = torch.log_softmax(draw(models, 4, 3), -1).requires_grad_()
     batch = Samples(draw(4, 1), torch.softmax(draw(4, 3), -1), draw(4).abs(), draw(4).abs())
     cost = LocalCosts(batch, draw().abs(), draw().abs())
@@ -175,6 +176,8 @@ def test_written_out_gradients_are_the_derivatives_of_the_costs(seed, kind):
         cost = cost._replace(beta=torch.sigmoid(draw()), partner=partner)
     if kind == "labels alone":
         cost = LabelledCosts(batch)
+    if kind == "prior":
+        cost = PriorCosts(batch.target, batch.labelled, torch.log_softmax(draw(3), -1), torch.sigmoid(draw()))
     costs = cost(log_h)
     (expected,) = torch.autograd.grad(costs.sum(), log_h)
     given = differentiated(cost)

@@ -140,6 +140,34 @@ def labelled_costs(given: LabelledCosts, log_h: Tensor) -> Tensor:
     return (given.samples.labelled.unsqueeze(-2) * loss).sum(-1)
 
 
+def with_prior(log_h: Tensor, log_pi: Tensor) -> Tensor:
+    """log h_i(theta; x) = log softmax(log h(theta; x) + log pi_i): a prediction that knows the device's class prior."""
+    return torch.log_softmax(log_h + log_pi[..., None, :], -1)
+
+
+class PriorCosts(NamedTuple):
+    """The costs of two models with a class prior, the second mixed with the first, as a function of their outputs."""
+
+    target: Tensor  # [..., samples, classes]
+    weights: Tensor  # [..., samples]
+    log_pi: Tensor  # [..., classes]
+    beta: Tensor  # [...]
+
+    def __call__(self, log_h: Tensor) -> Tensor:
+        return prior_costs(self, log_h)
+
+
+def prior_costs(given: PriorCosts, log_h: Tensor) -> Tensor:
+    """f_i(theta_i) = mean_L CE(y, h_i) + lambda_u mean_U 1[max h_p >= tau] CE(yhat, h_i), and F_i with h_p for h_i.
+
+    The weights have lambda_u and whether a pseudo-label is confident. No gradient of F_i reaches theta_i.
+    """
+    general, own = with_prior(log_h, given.log_pi.unsqueeze(-2)).unbind(-3)
+    mixed = mixture(own, general.detach(), given.beta)
+    loss = cross_entropy(torch.stack([general, mixed], -3), given.target.unsqueeze(-3))
+    return (given.weights.unsqueeze(-2) * loss).sum(-1)
+
+
 def mixture(log_h_lc: Tensor, log_h: Tensor, beta: Tensor) -> Tensor:
     """h(theta_p; x) = beta h(theta_lc; x) + (1 - beta) h(theta; x), in logarithms and computed stably."""
     beta = beta[..., None, None]

@@ -32,7 +32,7 @@ from fedcpsl.algorithms.family import (
 )
 from fedcpsl.averaging import general_model
 from fedcpsl.engine import Leaves
-from fedcpsl.problem import Samples, cross_entropy, mixture
+from fedcpsl.problem import PriorCosts, Samples, mixture, with_prior
 from fedcpsl.schedule import Sizes
 from fedcpsl.settings import AUTO, choice, real, whole
 
@@ -187,11 +187,6 @@ def em_prior(labels: Tensor, smoothing: Tensor, log_h: Tensor, steps: int) -> Te
     return torch.where(labels.sum(-1, keepdim=True) > 0, pi, label_prior(labels, smoothing))
 
 
-def with_prior(log_h: Tensor, log_pi: Tensor) -> Tensor:
-    """log h_i(theta; x) = log softmax(log h(theta; x) + log pi_i)."""
-    return torch.log_softmax(log_h + log_pi[..., None, :], -1)
-
-
 @torch.no_grad()
 def prepare(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device, visit: Visit) -> Device:
     """pi_i of a visit: uniform, of the labels, or by EM at theta^r from the second visit on."""
@@ -236,18 +231,13 @@ def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     unlabelled = samples.strong.shape[lead]
     labelled = samples.x.shape[lead] - unlabelled
     believed, confident = pseudo_labels(method, hyper, local, samples.x.narrow(lead, labelled, unlabelled))
-    each = samples._replace(
-        x=torch.cat([samples.x.narrow(lead, 0, labelled), samples.strong], lead),
-        target=torch.cat([samples.target.narrow(lead, 0, labelled), believed], lead),
-    )
+    each = samples._replace(x=torch.cat([samples.x.narrow(lead, 0, labelled), samples.strong], lead))
+    target = torch.cat([samples.target.narrow(lead, 0, labelled), believed], lead)
     weights = samples.labelled + hyper.lambda_u[..., None] * samples.unlabelled
     weights = torch.cat([weights.narrow(-1, 0, labelled), weights.narrow(-1, labelled, unlabelled) * confident], -1)
 
-    def cost(log_h: Tensor) -> Tensor:
-        return step_costs(hyper, local.log_pi, each.target, weights, log_h)
-
     mu = momentum(hyper.gamma, local.momenta, local.correction)
-    costs = network.add_gradient(mu, models, *each.inputs, cost)
+    costs = network.add_gradient(mu, models, *each.inputs, PriorCosts(target, weights, local.log_pi, hyper.beta))
     descend(models, torch.stack([hyper.eta, hyper.eta_lc], -1), mu)
     return local._replace(costs=local.costs + costs)
 
@@ -256,20 +246,11 @@ def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
 def pseudo_labels(method: Method, hyper: Hyper, local: Local, weak: Tensor) -> tuple[Tensor, Tensor]:
     """yhat = arg max h_p(a(u)), one-hot, and whether max h_p(a(u)) >= tau, of weak views [..., samples, *]."""
     lead = hyper.eta.dim()
-    log_h = method.network.log_probabilities(method.network.join(local.models), weak.unsqueeze(lead))
+    log_h = method.network.log_probabilities_at(local.models, weak.unsqueeze(lead))
     log_h = with_prior(log_h, local.log_pi.unsqueeze(lead))
     mixed = mixture(log_h.select(lead, 1), log_h.select(lead, 0), hyper.beta)
     sure, which = mixed.max(-1)
     return torch.nn.functional.one_hot(which, mixed.shape[-1]).to(mixed), (sure.exp() >= hyper.tau[..., None]).to(mixed)
-
-
-def step_costs(hyper: Hyper, log_pi: Tensor, target: Tensor, weights: Tensor, log_h: Tensor) -> Tensor:
-    """f_i(theta_i) = mean_L CE(y, h_i) + lambda_u mean_U 1[max h_p >= tau] CE(yhat, h_i), and F_i with h_p for h_i."""
-    lead = log_pi.dim() - 1
-    global_one, own = with_prior(log_h, log_pi.unsqueeze(lead)).unbind(lead)
-    mixed = mixture(own, global_one.detach(), hyper.beta)
-    loss = cross_entropy(torch.stack([global_one, mixed], lead), target.unsqueeze(lead))
-    return (weights.unsqueeze(lead) * loss).sum(-1)
 
 
 def costs(local: Local) -> Tensor:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fedcpsl.engine.leafwise import has_triton
 from fedcpsl.engine.memo import cache_last_call
-from fedcpsl.problem import LabelledCosts, LocalCosts, Weights, row_weights
+from fedcpsl.problem import LabelledCosts, LocalCosts, PriorCosts, Weights, row_weights, with_prior
 
-Cost = Callable[[Tensor], Tensor] | LocalCosts | LabelledCosts  # from log h to costs
+Cost = Callable[[Tensor], Tensor] | LocalCosts | LabelledCosts | PriorCosts  # from log h to costs
 Result = tuple[Tensor, Tensor]  # costs and their gradient
 Gradient = Callable[[Tensor], Result]  # from log h; the gradient in log h
 Fused = Callable[[Tensor], Result | None]  # from outputs; the gradient in them. None where there is no kernel for it
@@ -51,6 +51,8 @@ def differentiated(cost: Cost) -> Differentiated:
     if isinstance(cost, LabelledCosts) or (isinstance(cost, LocalCosts) and cost.functions.closed_form):
         given = cost if isinstance(cost, LocalCosts) else _without_unlabelled(cost.samples.labelled, cost)
         return Differentiated(partial(local_gradient, given), partial(fused_local_gradient, given), by_hand=True)
+    if isinstance(cost, PriorCosts):
+        return Differentiated(partial(prior_gradient, cost), by_hand=True)
     return Differentiated(partial(_by_autograd, cost))
 
 
@@ -123,6 +125,23 @@ def fused_local_gradient(given: LocalCosts, outputs: Tensor) -> Result | None:
     weights = samples.labelled, samples.unlabelled
     found: Result = kernels.costs_and_gradient(outputs, samples.target, weights, alphas, shares)
     return found
+
+
+def prior_gradient(given: PriorCosts, log_h: Tensor) -> Result:
+    """`fedcpsl.problem.prior_costs` and their gradient in log h, written out.
+
+    With w the weight of a row and s the own model's share of the mixture it is w (h_i - y) for theta_i, and
+    g - h_i <1, g> with g = -w s y for theta_lc.
+    """
+    adjusted = with_prior(log_h, given.log_pi.unsqueeze(-2))
+    general, own = adjusted.unbind(-3)
+    shares = _log_shares(given.beta)
+    mixed = torch.logaddexp(shares[0] + own, shares[1] + general)
+    weighted = given.weights[..., None] * given.target
+    costs = -(weighted.unsqueeze(-3) * torch.stack([general, mixed], -3)).sum((-2, -1))
+    of_own = weighted * mixture_share(own, mixed, shares[0])
+    falls = torch.stack([weighted, of_own], -3)
+    return costs, (adjusted.exp() * falls.sum(-1, keepdim=True)).sub_(falls)
 
 
 @cache_last_call

@@ -103,10 +103,14 @@ class Network:
 
     def log_probabilities(self, theta: Tensor, x: Tensor) -> Tensor:
         """log h(theta; x) in evaluation mode, [..., samples, classes]; theta [..., parameters], x [..., samples, *]."""
-        self._set_mode(training=False)
         if theta.dim() == 1 and self.batched and self._has_own_kernels(x):
             return self.log_probabilities(theta[None], x[None])[0]
-        leaves, lead = self.split(theta), theta.shape[:-1]
+        return self.log_probabilities_at(self.split(theta), x)
+
+    def log_probabilities_at(self, leaves: Leaves, x: Tensor) -> Tensor:
+        """As `log_probabilities`, of models that are given as leaves, [..., *shape] each."""
+        self._set_mode(training=False)
+        lead = self._lead(leaves)
         if not lead:
             return self._one(leaves, x, None)
         if self.batched:
