@@ -216,7 +216,7 @@ def predict(state: State, held: Held, earlier: Predictions | None = None, model:
 def own_models(state: State, devices: Sequence[int], general: Tensor | None) -> Tensor:
     """The models of some devices' own, [devices, parameters], where the algorithm has such models."""
     terms, where = state.setup.terms, state.targets.device
-    index = to_device(list(devices), where)
+    index = to_device(np.array(devices, np.int64), where)
     hyper = map_tensors(lambda t: t[index], terms.hyper)
     found = terms.algorithm.own_model(terms.method_after(state.round), hyper, _kept(state, devices, index), general)
     assert found is not None
@@ -232,7 +232,7 @@ def _kept(state: State, devices: Sequence[int], index: Tensor) -> Tree:
 
 def prediction_numbers(state: State, devices: Sequence[int]) -> Tree:
     """The numbers that some devices predict with, [devices, ...]."""
-    terms, index = state.setup.terms, to_device(list(devices), state.targets.device)
+    terms, index = state.setup.terms, to_device(np.array(devices, np.int64), state.targets.device)
     hyper = map_tensors(lambda t: t[index], terms.hyper)
     if not devices or not optional(terms.algorithm, "predicting"):
         return hyper
