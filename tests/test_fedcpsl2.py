@@ -92,6 +92,26 @@ def test_devices_that_were_never_visited_know_their_labels():
     assert (state.devices.pi.argsort(1)[:, -2:] // 2 == torch.arange(6)[:, None] % 3).all()  # its own two classes
 
 
+def test_no_prior_before_a_visit_where_it_is_off_and_the_smoothing_that_was_set():
+    off = initial_state(make(fedcpsl2.Settings(eta=0.05, prior="off")))
+    assert torch.allclose(off.devices.pi, torch.full((6, 6), 1 / 6, dtype=torch.float64))
+    smooth = initial_state(make(fedcpsl2.Settings(eta=0.05, smoothing=3.0)))
+    counts = torch.stack([smooth.setup.data.label_counts(i) for i in range(6)])
+    assert torch.allclose(smooth.devices.pi, (counts + 3) / (counts + 3).sum(1, keepdim=True))
+
+
+def test_a_federation_of_one_device():
+    x, y = np.random.default_rng(0).normal(size=(40, 3)), np.arange(40) % 2
+    federation = Federation.from_arrays(x, y, np.zeros(40, int), labelled=0.5)
+    work = Work(rounds=2, active=1, unit="steps", amount=2, batch_labelled=4, batch_unlabelled=4)
+    setup = prepare(
+        federation, torch.nn.Linear(3, 2), fedcpsl2.Settings(eta=0.05), work, Run(device="cpu", processes=1)
+    )
+    *_, last = simulate(setup)
+    assert last.devices.pi.shape == (1, 2)
+    assert evaluate(last).personal.mean >= 0
+
+
 def test_em_begins_with_the_second_visit():
     setup = make()
     method, state = setup.terms.method, initial_state(setup)

@@ -386,7 +386,7 @@ def effective_steps(gamma: Tensor, steps: Tensor) -> Tensor:
     return steps / (1 - gamma) - gamma * (1 - gamma**steps) / (1 - gamma) ** 2
 
 
-def mean_gradient(hyper: Hyper, upload: Upload) -> Tensor:
+def mean_gradient(hyper: Any, upload: Upload) -> Tensor:
     """(theta_i^{r+1} - theta^r) / (eta Q~): minus the device's mean corrected gradient over the round."""
     return upload.delta / (hyper.eta * effective_steps(hyper.gamma, upload.steps))[..., None]
 

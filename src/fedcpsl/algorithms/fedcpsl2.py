@@ -158,9 +158,9 @@ def init_device(method: Method, broadcast: Broadcast) -> Device:
     return Device(nothing, nothing.clone(), nothing.new_full((classes,), 1 / classes), nothing.new_zeros(()))
 
 
-def with_labels(_method: Method, device: Device, labels: Tensor) -> Device:
-    """pi_i of the labels alone, each class with one more: until the first visit."""
-    return device._replace(pi=label_prior(labels, torch.ones_like(device.visits)))
+def with_labels(method: Method, hyper: Hyper, device: Device, labels: Tensor) -> Device:
+    """pi_i of the labels alone, until the first visit; uniform where the prior is off."""
+    return device if _rules(method).prior == "off" else device._replace(pi=label_prior(labels, hyper.smoothing))
 
 
 def admit(_method: Method, server: Server, before: Roster, after: Roster) -> Server:
@@ -269,7 +269,7 @@ def finish(
 
 def commit(_method: Method, hyper: Hyper, broadcast: Broadcast, device: Device, upload: Upload) -> Device:
     """c_i^{r+1} = c_i^r - (c^r + (theta_i^{r+1} - theta^r) / (eta Q~)), once the upload was counted."""
-    return device._replace(c=device.c - (broadcast.c + mean_gradient(hyper, upload)))  # type: ignore[arg-type]
+    return device._replace(c=device.c - (broadcast.c + mean_gradient(hyper, upload)))
 
 
 # The server's round.
@@ -280,7 +280,7 @@ def contribution(_method: Method, hyper: Hyper, upload: Upload, weight: Tensor) 
     effective = effective_steps(hyper.gamma, upload.steps)
     return Sum(
         update=(weight / effective)[..., None] * upload.delta,
-        control=weight[..., None] * mean_gradient(hyper, upload),  # type: ignore[arg-type]
+        control=weight[..., None] * mean_gradient(hyper, upload),
         weight=weight,
         steps=upload.steps.to(weight.dtype),
         effective_steps=effective,

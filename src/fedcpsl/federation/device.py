@@ -188,7 +188,8 @@ def _initial_state(participant: Participant, instruction: Instruction) -> Device
     device = terms.algorithm.init_device(terms.method, instruction.broadcast)
     with_labels = optional(terms.algorithm, "with_labels")
     if with_labels:
-        device = with_labels(terms.method, device, local_data.labels.sum(0).to(instruction.broadcast[0].device))
+        there = map_tensors(lambda t: t.to(terms.where), device)
+        device = map_tensors(Tensor.cpu, with_labels(terms.method, terms.hyper, there, local_data.labels.sum(0)))
     return DeviceState(
         run=instruction.run,
         labelled=local_data.labelled,

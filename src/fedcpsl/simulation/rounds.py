@@ -240,7 +240,7 @@ def _admit_joiners(state: State) -> State:
         state = state._replace(sparse=state.sparse._replace(starts=state.sparse.starts | {state.round: one}))
     else:
         for joiner in joiners.tolist():
-            for kept, fresh in zip(leaves(state.devices), leaves(knowing_labels(setup, [joiner], one)), strict=True):
+            for kept, fresh in zip(leaves(state.devices), leaves(knowing_labels(setup, joiner, one)), strict=True):
                 kept[joiner] = fresh
     return state._replace(
         server=server,

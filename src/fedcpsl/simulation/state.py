@@ -65,7 +65,7 @@ class State(NamedTuple):
     def device(self, device: int) -> Tree:
         """What one device keeps."""
         if self.sparse is not None and not self.sparse.there[device]:
-            return knowing_labels(self.setup, [device], self.sparse.start(int(self.setup.terms.joins[device])))
+            return knowing_labels(self.setup, device, self.sparse.start(int(self.setup.terms.joins[device])))
         return map_tensors(lambda t: t[device].to(self.targets.device), self.devices)
 
     def hyper(self, device: int) -> Tree:
@@ -89,7 +89,7 @@ def initial_state(setup: Setup) -> State:
         )
     else:
         devices = map_tensors(lambda t: t.expand(setup.terms.devices, *t.shape).clone(), one)
-        devices = knowing_labels(setup, range(setup.terms.devices), devices)
+        devices = knowing_labels(setup, None, devices)
     return State(
         setup=setup,
         round=0,
@@ -106,13 +106,15 @@ def initial_state(setup: Setup) -> State:
     )
 
 
-def knowing_labels(setup: Setup, devices: Sequence[int], kept: Tree) -> Tree:
-    """What devices keep, with what the algorithm makes of their labels before their first visit."""
+def knowing_labels(setup: Setup, device: int | None, kept: Tree) -> Tree:
+    """What one device keeps, or all stacked (None), with what the algorithm derives from labels before a visit."""
     with_labels = optional(setup.terms.algorithm, "with_labels")
     if with_labels is None or setup.data.supply is not None:  # samples made on demand are not there yet
         return kept
-    counts = torch.stack([setup.data.label_counts(device) for device in devices])
-    return with_labels(setup.terms.kept_method, kept, counts if len(devices) > 1 else counts[0])
+    method, hyper, counts = setup.terms.kept_method, setup.terms.hyper, setup.data.label_counts
+    if device is not None:
+        return with_labels(method, map_tensors(lambda t: t[device], hyper), kept, counts(device))
+    return with_labels(method, hyper, kept, torch.stack([counts(i) for i in range(setup.terms.devices)]))
 
 
 def load(state: State, plan: Sequence[DeviceRound]) -> State:
