@@ -50,6 +50,7 @@ class Method(NamedTuple):
     traits: Traits
     rules: Hashable  # whatever the algorithm's functions decide by: equal where runs may share a program
     personal_round: bool = False  # whether a device trains its own model alone, the server's being fixed
+    rounds: int = 0  # in which the server takes part: for what changes over a run; 0 where nobody knows
 
     @property
     def draws(self) -> dict[str, bool]:

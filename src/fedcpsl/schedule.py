@@ -24,6 +24,7 @@ PURPOSES = (
     "dropout",
     "labels",
     "views",
+    "step_size",
 )
 
 
