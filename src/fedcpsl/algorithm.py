@@ -42,6 +42,7 @@ class Traits(NamedTuple):
     follows: bool = False  # a device's own model changes whenever the general one does
     views: str | Views = ""  # of the samples of a step: "auto" by the shape of inputs, or see `fedcpsl.views`; "": none
     draws: tuple[Draw, ...] = ()  # of the schedule, beside the minibatch of each step
+    per_sample: tuple[str, ...] = ()  # fields of `Device` with a row for each unlabelled sample (`most_unlabelled`)
 
 
 class Method(NamedTuple):
@@ -51,6 +52,7 @@ class Method(NamedTuple):
     traits: Traits
     rules: Hashable  # whatever the algorithm's functions decide by: equal where runs may share a program
     personal_round: bool = False  # whether a device trains its own model alone, the server's being fixed
+    most_unlabelled: int = 0  # samples that a device has, where it keeps something of each; a device may have fewer
 
     @property
     def draws(self) -> dict[str, Any]:

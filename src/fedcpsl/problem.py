@@ -66,6 +66,8 @@ class Samples(NamedTuple):
     partner: Tensor | None = None  # [..., samples, classes]: log h(theta; x) of a theta that stays fixed
     strong: Tensor | None = None  # [..., unlabelled samples, ...]: strong views of them; x then has weak views of all
     extra: "Mapping[str, Samples]" = MappingProxyType({})  # further minibatches of the step, by the name of their draw
+    which: Tensor | None = None  # [..., samples]: where each row is among the device's labelled or unlabelled samples
+    held: Tensor | None = None  # [...]: how many unlabelled samples the device has; both if it keeps a state of each
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor | None]:

@@ -95,6 +95,7 @@ def local_minibatches(terms: Terms, local_data: LocalData, nu: Tensor, task: Dev
     weights[1, widths[0] :] = 1 / max(widths[1], 1)
     views = views_for(terms.method.traits.views, tuple(local_data.x_labelled.shape[1:]))
     view_keys = None if views is None else torch.from_numpy(_view_keys_of(task, terms.work)).to(where)
+    held = weights.new_tensor(local_data.unlabelled) if terms.method.traits.per_sample else None
     draws = [draw for draw in terms.method.traits.draws if not draw.per_visit]
     extra = {draw.name: _extra_minibatches(terms, local_data, nu, draw, task.extra[draw.name]) for draw in draws}
     for t in range(task.steps):
@@ -109,6 +110,8 @@ def local_minibatches(terms: Terms, local_data: LocalData, nu: Tensor, task: Dev
             keys=None if keys is None else keys[t],
             strong=strong,
             extra={name: next(others) for name, others in extra.items()},
+            which=torch.cat([labelled[t], unlabelled[t]]) if terms.method.traits.per_sample else None,
+            held=held,
         )
 
 

@@ -86,6 +86,7 @@ def _program_key(setup: Setup, task: DeviceRound) -> tuple[Any, ...]:
         method.traits.views,
         method.traits.draws,
         method.personal_round,
+        method.most_unlabelled,
         setup.terms.batch_widths,
     )
 
