@@ -52,6 +52,7 @@ class Method(NamedTuple):
     traits: Traits
     rules: Hashable  # whatever the algorithm's functions decide by: equal where runs may share a program
     personal_round: bool = False  # whether a device trains its own model alone, the server's being fixed
+    rounds: int = 0  # in which the server takes part: for what changes over a run; 0 where nobody knows
     most_unlabelled: int = 0  # samples that a device has, where it keeps something of each; a device may have fewer
 
     @property

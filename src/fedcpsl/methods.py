@@ -42,7 +42,7 @@ def resolved(settings: Any, network: Network, work: Work, costs: Costs | None = 
     if not isinstance(settings, algorithm.Settings):
         name = getattr(algorithm, "__name__", "its file")
         raise InputError(f"algorithm.name = {settings.name!r}: has settings of its own; give {name}.Settings(...)")
-    method = Method(network, *algorithm.resolve(variant, settings, costs or Costs()))
+    method = Method(network, *algorithm.resolve(variant, settings, costs or Costs()), rounds=work.rounds)
     if work.two_phase and not work.personal_rounds:
         raise InputError("work.two_phase = true: its second phase is personal rounds; give work.personal_rounds too")
     if not work.personal_rounds:

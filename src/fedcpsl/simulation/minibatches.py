@@ -76,7 +76,7 @@ def batch_plan(slots: Sequence[Slot], data: TrainingData) -> BatchPlan:
     weights = np.zeros((2, len(slots), sum(widths)))
     method = setup.terms.method_of(slots[0].task)
     keys = np.zeros(rows.shape, np.int64) if method.network.has_dropout else None
-    views = views_for(method.traits.views, tuple(setup.data.inputs.raw.shape[1:]))
+    views = views_for(method.traits.views, tuple(setup.data.inputs.raw.shape[1:]), setup.data.axes)
     view_keys = None if views is None else np.zeros((longest, len(slots), sum(widths) + widths[1]), np.int64)
     which = np.zeros(rows.shape, np.int64) if method.traits.per_sample else None
     for i, slot in enumerate(slots):

@@ -259,6 +259,8 @@ def _differ_in_start_only(model: nn.Module, network: Network) -> bool:
 
 def choose_eta(eta: float | str, dataset: str, unit: str) -> float:
     """The paper's step sizes for its data sets, 0.05 for others."""
+    if eta == settings.SEARCH:
+        raise InputError('algorithm.eta = "search": there is no data to search with here; give a number')
     if eta != settings.AUTO:
         return float(eta)
     paper = {"mnist": (0.005, 0.002), "cifar10": (0.002, 0.001)}
