@@ -28,6 +28,12 @@ CASES = {
     "ditto": ({"name": "ditto"}, {"personal_rounds": 1}, {}),
     "fedamp": ({"name": "fedamp"}, {}, {"executor": "vectorised"}),
     "fedcpsl2": ({"name": "fedcpsl2"}, {"joiners": 2, "join_round": 2, "active": 3}, {}),
+    "perfedavg": ({"name": "perfedavg-hf"}, {}, {}),
+    "flexmatch": (
+        {"name": "flexmatch", "tau": 0.4},
+        {"joiners": 2, "join_round": 2, "active": 3},
+        {"executor": "vectorised"},
+    ),
 }
 
 

@@ -1,6 +1,6 @@
 """One device's round, used by all that run one device at a time: the simulator's loop, `adapt`, a real device."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,12 @@ class Trained(NamedTuple):
     upload: Tree
     costs: Tensor
     steps: int
+
+
+def all_labelled(x: Tensor, target: Tensor) -> Samples:
+    """All labelled samples of a device as one minibatch, each with a weight of 1/n; `target` has one-hot labels."""
+    weights = target.new_full((len(target),), 1 / max(len(target), 1))
+    return Samples(x, target, weights, torch.zeros_like(weights))
 
 
 def is_relabelled(algorithm: Algorithm, method: Method, *, warming: bool) -> bool:
@@ -45,6 +51,19 @@ def relabelled(
     return torch.cat(pieces) if pieces else nu
 
 
+def begun(
+    algorithm: Algorithm,
+    method: Method,
+    hyper: Tree,
+    broadcast: Tree,
+    device: Tree,
+    drawn: Mapping[str, Samples] | None,
+) -> Tree:
+    """The working state before the first step: begin, then `use_draws` where samples were drawn for the visit."""
+    local = algorithm.begin(method, hyper, broadcast, device)
+    return optional(algorithm, "use_draws")(method, hyper, broadcast, local, drawn) if drawn else local
+
+
 def device_round(
     algorithm: Algorithm,
     method: Method,
@@ -53,9 +72,10 @@ def device_round(
     device: Tree,
     minibatches: Iterable[Samples],
     stop_after: Callable[[int], bool] = lambda _: False,
+    drawn: Mapping[str, Samples] | None = None,
 ) -> Trained:
-    """begin, a step on each minibatch until `stop_after(steps)`, finish."""
-    local, steps = algorithm.begin(method, hyper, broadcast, device), 0
+    """begin, a step on each minibatch until `stop_after(steps)`, finish; `drawn`: what the draws of the visit gave."""
+    local, steps = begun(algorithm, method, hyper, broadcast, device, drawn), 0
     for samples in minibatches:
         local, steps = algorithm.step(method, hyper, local, samples), steps + 1
         if stop_after(steps):

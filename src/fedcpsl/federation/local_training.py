@@ -9,12 +9,12 @@ from torch import Tensor
 
 from fedcpsl.algorithm import Visit, optional, predicting
 from fedcpsl.data.federation import Federation
-from fedcpsl.device_round import device_round, is_relabelled, relabelled
+from fedcpsl.device_round import all_labelled, device_round, is_relabelled, relabelled
 from fedcpsl.errors import RunError
 from fedcpsl.federation.messages import Instruction
 from fedcpsl.federation.terms import Terms
 from fedcpsl.problem import Samples
-from fedcpsl.schedule import DeviceRound, Sizes, Work, draw_tasks
+from fedcpsl.schedule import DeviceRound, Draw, Drawn, Sizes, Work, draw_tasks
 from fedcpsl.simulation import Setup
 from fedcpsl.simulation.device_data import DeviceData, place_samples
 from fedcpsl.trees import Tree, leaves, map_tensors
@@ -33,6 +33,10 @@ class LocalData(NamedTuple):
     x_test: Tensor
     y_test: Tensor
     axes: tuple[Axes, ...] = ()  # of windows, for views
+
+    @property
+    def all_labelled(self) -> Samples:
+        return all_labelled(self.x_labelled, self.labels)
 
     @property
     def labelled(self) -> int:
@@ -93,6 +97,9 @@ def local_minibatches(terms: Terms, local_data: LocalData, nu: Tensor, task: Dev
     weights[1, widths[0] :] = 1 / max(widths[1], 1)
     views = views_for(terms.method.traits.views, tuple(local_data.x_labelled.shape[1:]), local_data.axes)
     view_keys = None if views is None else torch.from_numpy(_view_keys_of(task, terms.work)).to(where)
+    held = weights.new_tensor(local_data.unlabelled) if terms.method.traits.per_sample else None
+    draws = [draw for draw in terms.method.traits.draws if not draw.per_visit]
+    extra = {draw.name: _extra_minibatches(terms, local_data, nu, draw, task.extra[draw.name]) for draw in draws}
     for t in range(task.steps):
         x, strong = torch.cat([local_data.x_labelled[labelled[t]], local_data.x_unlabelled[unlabelled[t]]]), None
         if views is not None and view_keys is not None:
@@ -104,7 +111,30 @@ def local_minibatches(terms: Terms, local_data: LocalData, nu: Tensor, task: Dev
             unlabelled=weights[1],
             keys=None if keys is None else keys[t],
             strong=strong,
+            extra={name: next(others) for name, others in extra.items()},
+            which=torch.cat([labelled[t], unlabelled[t]]) if terms.method.traits.per_sample else None,
+            held=held,
         )
+
+
+def _extra_minibatches(terms: Terms, local_data: LocalData, nu: Tensor, draw: Draw, drawn: Drawn) -> Iterator[Samples]:
+    """Yield what an extra draw gives each step; the one minibatch of a visit."""
+    seen = draw.of == "labelled"
+    x, targets = (local_data.x_labelled, local_data.labels) if seen else (local_data.x_unlabelled, nu)
+    width = drawn.rows.shape[-1]
+    weight = torch.full((width,), 1 / max(width, 1), dtype=terms.dtype, device=terms.where)
+    nothing = torch.zeros_like(weight)
+    keys = None if drawn.keys is None else torch.from_numpy(drawn.keys).to(terms.where)
+    of_steps = torch.from_numpy(drawn.rows[None] if draw.per_visit else drawn.rows).to(terms.where)
+    for t, rows in enumerate(of_steps.unbind()):
+        both = (weight, nothing) if seen else (nothing, weight)
+        yield Samples(x[rows], targets[rows], *both, None if keys is None else keys[t])
+
+
+def drawn_for_visit(terms: Terms, local_data: LocalData, nu: Tensor, task: DeviceRound) -> dict[str, Samples]:
+    """Return what the draws of a visit gave a device."""
+    draws = [draw for draw in terms.method.traits.draws if draw.per_visit]
+    return {draw.name: next(_extra_minibatches(terms, local_data, nu, draw, task.extra[draw.name])) for draw in draws}
 
 
 def _keys_of(task: DeviceRound, batch_labelled: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
@@ -162,7 +192,8 @@ def train(
         now = clock()
         return bool(budget) and now - begun + (now - since) / done > budget
 
-    done = device_round(*given, local_minibatches(terms, local_data, nu, task), out_of_time)
+    drawn = drawn_for_visit(terms, local_data, nu, task)
+    done = device_round(*given, local_minibatches(terms, local_data, nu, task), out_of_time, drawn)
     if not all(t.isfinite().all() for t in (*leaves(done.upload), *leaves(done.device))):
         raise RunError(
             "this device's loss is no longer a finite number; the server should use a smaller algorithm.eta "
@@ -178,11 +209,22 @@ def initial_pseudo_labels(terms: Terms, local_data: LocalData) -> Tensor:
     return torch.full((count, classes), 1 / classes, dtype=terms.dtype, device=terms.where)
 
 
-def log_predictions(terms: Terms, received: Tree, device: Tree, x: Tensor) -> Tensor:
+def adapted_model(terms: Terms, received: Tree, local_data: LocalData) -> Tensor | None:
+    """Return the model of a broadcast adapted to a device's labelled samples; None where the algorithm does not."""
+    adapted, received = optional(terms.algorithm, "adapted"), map_tensors(lambda t: t.to(terms.where), received)
+    if adapted is None:
+        return None
+    general = terms.algorithm.received_model(terms.method, received)
+    found: Tensor = adapted(terms.method, terms.hyper, general, local_data.all_labelled).cpu()
+    return found
+
+
+def log_predictions(terms: Terms, received: Tree, device: Tree, x: Tensor, adapted: Tensor | None = None) -> Tensor:
     """Return a device's predictions as log-probabilities, from the last broadcast and its own state."""
     algorithm, method = terms.algorithm, terms.method
     general = algorithm.received_model(method, received)
-    models = general, algorithm.own_model(method, terms.hyper, device, general)
+    own = algorithm.own_model(method, terms.hyper, device, general) if adapted is None else adapted.to(terms.where)
+    models = general, own
     hyper = predicting(algorithm, method, terms.hyper, device)
     pieces = []
     with torch.no_grad():

@@ -169,7 +169,7 @@ def prepare(
         model, device_data, federation.classes, run.precision, beside.terms.method.network if beside else None
     )
     network.batched = choose_executor(run.executor, network, device) == "vectorised"
-    found = resolved(algorithm, network, work, costs)
+    found = resolved(algorithm, network, work, costs).for_sizes(federation.sizes)
     kept = found.kept_method(work)
     numbers, warming = numbers_of(found.algorithm, kept, algorithm, federation.sizes)
     terms = RunTerms(
