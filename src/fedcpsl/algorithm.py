@@ -20,6 +20,8 @@ a tree of tensors (`fedcpsl.trees`), and an empty tensor as something that this 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedcpsl.engine import Network
@@ -70,7 +72,9 @@ class Algorithm(Protocol):
     for personal rounds, and `partner`, the model that stays fixed in them; `alike` and `merged`, for runs of several
     variants side by side; `broadcast_each(method, server, devices)` in place of `broadcast`, stacked, [devices, ...],
     and `receive(method, server, devices, uploads, omega)` in place of `contribution` and `apply`, where the server must
-    see who sent what; `newcomer`, the settings of a device that was not in training; `PREDICTS_WITH`, the numbers that
+    see who sent what; `draw_weights(method, server)`, [devices], in place of a uniform draw of devices: one that is
+    drawn twice works once, and its upload is added, or listed, twice; `newcomer`, the settings of a device that was not
+    in training; `PREDICTS_WITH`, the numbers that
     `predict` needs, and `predicting(method, hyper, device)`, a NamedTuple of them, where the device keeps some; for
     real devices `greeting`, `started_again`, `update_rate`, `not_deployable` and `OWN_NUMBERS` (see
     `fedcpsl.federation`); `invariants`, which the conformance suite checks; `RECORDED`, what fields are called in
@@ -137,7 +141,7 @@ class Algorithm(Protocol):
         ...
 
     def admit(self, method: Method, server: Tree, before: "Roster", after: "Roster") -> Tree:
-        """The `Server` after new devices joined."""
+        """The `Server` after new devices joined; also at the start, after nobody, and after some were forgotten."""
         ...
 
     def general_model(self, method: Method, server: Tree) -> Tensor | None:
@@ -169,10 +173,11 @@ class Visit(NamedTuple):
 
 
 class Roster(NamedTuple):
-    """The devices that have joined: how many, and their samples."""
+    """The devices that have joined: how many, their samples, and how many labelled ones each has."""
 
     devices: int
     samples: int
+    labelled: Sequence[int] | NDArray[np.int64] = ()  # in the order of joining, which numbers the devices
 
 
 def predicting(algorithm: Algorithm, method: Method, hyper: Tree, device: Tree) -> Tree:

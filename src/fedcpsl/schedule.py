@@ -6,7 +6,7 @@ name: compared algorithms meet the same devices and samples, and neither executo
 
 from collections.abc import Sequence
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ PURPOSES = (
     "dropout",
     "labels",
     "views",
+    "weights",
 )
 
 
@@ -75,6 +76,7 @@ class DeviceRound(NamedTuple):
     personal: bool = False  # whether it trains its localized model alone
     keys: NDArray[np.int64] | None = None  # [steps, rows]: for dropout
     views: NDArray[np.int64] | None = None  # [steps, rows + unlabelled rows]: for weak, then strong views of samples
+    copies: int = 1  # how often it was drawn: it works once, and its upload counts as often
 
 
 class Sizes(NamedTuple):
@@ -100,6 +102,25 @@ def steps_per_epoch(n: int, m: int, work: Work, unlabelled: bool) -> int:
 def draw_active(seed: int, round: int, roster: Sequence[int] | NDArray[np.int64], active: int) -> list[int]:
     """m devices uniformly without replacement; a larger m adds devices to the same ones."""
     return sorted(stream(seed, "participation", round).permutation(np.asarray(roster))[:active].tolist())
+
+
+def draw_numbers(seed: int, round: int, count: int, skip: int = 0) -> NDArray[np.float64]:
+    """Numbers in [0, 1) that draw devices by weight, after the first `skip`; a larger count adds to the same ones."""
+    return stream(seed, "weights", round).random(skip + count)[skip:]
+
+
+def draw_by_weight(weights: NDArray[Any], numbers: NDArray[np.float64]) -> dict[int, int]:
+    """Devices, in ascending order, and how often each was drawn: a number u draws the least i with c_i > u c_N.
+
+    c_i is the sum of the weights up to that of device i. Nobody is drawn where no weight is positive.
+    """
+    sums = np.cumsum(weights, dtype=np.float64)
+    if not (len(sums) and sums[-1] > 0):
+        return {}
+    last = np.searchsorted(sums, sums[-1])  # rounding may make u c_N as large as c_N
+    drawn = np.minimum(np.searchsorted(sums, numbers * sums[-1], side="right"), last)
+    devices, copies = np.unique(drawn, return_counts=True)
+    return dict(zip(devices.tolist(), copies.tolist(), strict=True))
 
 
 def draw_steps(seed: int, round: int, device: int, sizes: Sizes, work: Work, unlabelled: bool) -> int:

@@ -8,6 +8,7 @@ same instructions again, and devices that have already replied send the same rep
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import ceil
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 from uuid import uuid4
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedcpsl.algorithm import Roster
+from fedcpsl.algorithm import Roster, optional
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation.messages import (
     END,
@@ -34,6 +35,8 @@ from fedcpsl.federation.messages import (
 )
 from fedcpsl.federation.privacy import scale_update
 from fedcpsl.federation.robustness import (
+    BOUNDED,
+    CLIPPED,
     COORDINATE_WISE,
     Judgement,
     Limits,
@@ -51,12 +54,13 @@ from fedcpsl.federation.server_store import (
     save_server_state,
 )
 from fedcpsl.federation.terms import Terms, digest, greeting_of, keeps_sums
-from fedcpsl.schedule import draw_active, draw_steps
+from fedcpsl.schedule import draw_active, draw_by_weight, draw_numbers, draw_steps
 from fedcpsl.storage import locked, make_folder
 from fedcpsl.trees import Tree, leaves, map_tensors
 
 MAX_OFFENCES = 3  # in a row, after which a device is not asked for a while
 EXCLUDED_ROUNDS = 10  # how long
+MAX_SKIPPED = 1000  # attempts at a round after which draws by weight repeat
 DeviceNames = Callable[[], Iterable[str]]
 
 
@@ -72,6 +76,14 @@ class RoundRules(NamedTuple):
     budget: float = 0.0  # seconds of training that devices are asked for; 0: no limit
     attempts: int = 10  # at a round in which too few of the received updates can be counted
     limits: Limits = Limits()
+
+
+class Counted(NamedTuple):
+    """An update that is counted, its device's index in the roster, and its share of all samples."""
+
+    device: int
+    upload: Tree
+    share: float
 
 
 class CollectedReplies(NamedTuple):
@@ -114,37 +126,52 @@ def serve(
 
 def draw_instructions(terms: Terms, rules: RoundRules, state: ServerState) -> dict[str, Instruction]:
     """Draw the devices of this attempt and their steps as the simulator does. A repeated round asks other devices."""
-    traits = terms.method.traits
-    known = [i for i, record in enumerate(state.roster) if not record.forgotten]
-    roster = [i for i in known if state.roster[i].excluded_until <= state.round] or known
-    wanted = ceil(terms.work.active * rules.over_sampling)
-    rotated = np.roll(np.array(roster, np.int64), state.attempt.number)
-    chosen = roster if traits.everyone else draw_active(rules.seed, state.round, rotated, wanted)
     sizes, instructions = state.sizes, {}
-    for device in chosen:
-        steps = draw_steps(rules.seed, state.round, device, sizes, terms.work, traits.unlabelled)
+    for device in draw_devices(terms, rules, state):
+        steps = draw_steps(rules.seed, state.round, device, sizes, terms.work, terms.method.traits.unlabelled)
         if steps:  # a device without samples that the algorithm uses is not asked
             instructions[state.roster[device].name] = make_instruction(terms, rules, state, TRAIN, device, steps)
     return instructions
 
 
+def draw_devices(terms: Terms, rules: RoundRules, state: ServerState) -> dict[int, int]:
+    """Draw the devices of this attempt, and how often each is drawn: more than once only by weights."""
+    known = [i for i, record in enumerate(state.roster) if not record.forgotten]
+    roster = [i for i in known if state.roster[i].excluded_until <= state.round] or known
+    wanted, attempt = ceil(terms.work.active * rules.over_sampling), state.attempt.number
+    if terms.method.traits.everyone:
+        return dict.fromkeys(roster, 1)
+    weights = optional(terms.algorithm, "draw_weights")
+    if weights is None:
+        rotated = np.roll(np.array(roster, np.int64), attempt)
+        return dict.fromkeys(draw_active(rules.seed, state.round, rotated, wanted), 1)
+    of_all = weights(terms.method, state.server).cpu().numpy()
+    chosen = roster if of_all[roster].any() else known
+    of_chosen = np.where(np.isin(np.arange(len(of_all)), chosen), of_all, 0)
+    numbers = draw_numbers(rules.seed, state.round, wanted, skip=wanted * (attempt % MAX_SKIPPED))
+    return draw_by_weight(of_chosen, numbers)
+
+
 def count_updates(
-    terms: Terms, state: ServerState, replies: Mapping[str, Reply], factors: Mapping[str, float], limits: Limits
+    terms: Terms,
+    state: ServerState,
+    replies: Mapping[str, Reply],
+    factors: Mapping[str, float],
+    limits: Limits,
+    copies: Mapping[int, int] = MappingProxyType({}),
 ) -> ServerState:
-    """Return the state after a round that counts these updates, each times its factor, in the roster's order."""
-    algorithm, method, server = terms.algorithm, terms.method, state.server
-    contributions, samples, by_coordinate = [], state.samples, limits.aggregation in COORDINATE_WISE
-    for record in state.roster:
+    """Return the state after a round that counts these updates, each times its factor, in the roster's order.
+
+    An update counts as often as its device was drawn, `copies`.
+    """
+    counted, samples, by_coordinate = [], state.samples, limits.aggregation in COORDINATE_WISE
+    for i, record in enumerate(state.roster):
         if record.name in factors:
             upload = scale_update(upload_of(replies[record.name], terms), factors[record.name])
             share = 1 / state.device_count if by_coordinate else record.samples / samples
-            weight = torch.tensor(share, dtype=terms.dtype, device=terms.where)
-            contributions.append(algorithm.contribution(method, terms.hyper, upload, weight))
-    if contributions:
-        total = robust_sum(limits, contributions) if by_coordinate else _sum(contributions)
-        server = algorithm.apply(method, server, total, state.device_count)
+            counted += [Counted(i, upload, share)] * copies.get(i, 1)
     return state._replace(
-        server=server,
+        server=_server_after(terms, state, counted, limits) if counted else state.server,
         roster=tuple(
             m._replace(counted=state.attempt, factor=factors[m.name]) if m.name in factors else m for m in state.roster
         ),
@@ -152,6 +179,20 @@ def count_updates(
         failures=0,
         counted=tuple(m.name for m in state.roster if m.name in factors),
     )
+
+
+def _server_after(terms: Terms, state: ServerState, counted: Sequence[Counted], limits: Limits) -> Tree:
+    """Return what the server keeps after these updates."""
+    algorithm, method, receive = terms.algorithm, terms.method, optional(terms.algorithm, "receive")
+    weights = torch.tensor([each.share for each in counted], dtype=terms.dtype, device=terms.where)
+    if receive:
+        devices = torch.tensor([each.device for each in counted], device=terms.where)
+        uploads = map_tensors(lambda *t: torch.stack(t), *(each.upload for each in counted))
+        return receive(method, state.server, devices, uploads, weights)
+    each_part = zip(counted, weights, strict=True)
+    contributions = [algorithm.contribution(method, terms.hyper, each.upload, weight) for each, weight in each_part]
+    total = robust_sum(limits, contributions) if limits.aggregation in COORDINATE_WISE else _sum(contributions)
+    return algorithm.apply(method, state.server, total, state.device_count)
 
 
 def forget(state: ServerState, terms: Terms, names: Iterable[str]) -> ServerState:
@@ -163,7 +204,9 @@ def forget(state: ServerState, terms: Terms, names: Iterable[str]) -> ServerStat
         raise RunError(f"{', '.join(sorted(gone))}: no other device has a weight; start a federation in another folder")
     roster = tuple(m._replace(forgotten=m.forgotten or m.name in gone) for m in state.roster)
     event = f"forgotten: {', '.join(sorted(gone))}; control variates are reset to 0"
-    return restart_control_variates(state._replace(roster=roster), terms)._replace(events=(event,))
+    after = state._replace(roster=roster)
+    server = terms.algorithm.admit(terms.method, state.server, state.joined, after.joined)
+    return restart_control_variates(after._replace(server=server), terms)._replace(events=(event,))
 
 
 def _sum(contributions: Sequence[Tree]) -> Tree:
@@ -209,7 +252,8 @@ def _count_or_repeat(
     """Return the state after the round, or before another attempt at it where the quorum was not met."""
     offenders = (collected.failing & {m.name for m in state.roster}) | set(judged.refused)
     if len(judged.factors) >= min(rules.quorum, asked):
-        after = count_updates(terms, state, updates, judged.factors, rules.limits)
+        copies = draw_devices(terms, rules, state)
+        after = count_updates(terms, state, updates, judged.factors, rules.limits, copies)
         if all(t.isfinite().all() for t in leaves(after.server)):
             return _with_offences(terms, after, judged, offenders)
         largest = max(judged.rates, key=judged.rates.__getitem__)
@@ -285,8 +329,8 @@ def _admit(terms: Terms, rules: RoundRules, state: ServerState, newcomers: Seque
     after = state._replace(roster=roster, dropouts=state.dropouts | refused)
     if not after.samples:
         return after
-    rosters = [Roster(len(each.roster), each.samples) for each in (state, after)]
-    server = terms.algorithm.admit(terms.method, state.server, *rosters)
+    before = state.joined if state.begun else Roster(0, 0)  # whoever came first
+    server = terms.algorithm.admit(terms.method, state.server, before, after.joined)
     return after._replace(server=server, begun=state.begun or len(roster) >= rules.min_devices)
 
 
@@ -365,3 +409,8 @@ def _check_rules(terms: Terms, rules: RoundRules) -> None:
     check_limits(rules.limits)
     if rules.limits.aggregation in COORDINATE_WISE and keeps_sums(terms):
         raise InputError(f"aggregation = {rules.limits.aggregation!r}: works only without control variates")
+    if rules.limits.aggregation in COORDINATE_WISE and optional(terms.algorithm, "receive"):
+        raise InputError(
+            f"aggregation = {rules.limits.aggregation!r}: this algorithm's server must know whose update is whose; "
+            f"give {BOUNDED!r} or {CLIPPED!r}"
+        )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedcpsl.algorithm import optional
+from fedcpsl.algorithm import Roster, optional
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation.messages import Attempt
 from fedcpsl.federation.terms import Terms, digest, shapes_of
@@ -71,6 +71,12 @@ class ServerState(NamedTuple):
     @property
     def samples(self) -> int:
         return sum(record.samples for record in self.roster)
+
+    @property
+    def joined(self) -> Roster:
+        """The devices as the algorithm's server knows them: a forgotten one has no labelled samples."""
+        labelled = [0 if record.forgotten else record.labelled for record in self.roster]
+        return Roster(self.device_count, self.samples, labelled)
 
     @property
     def sizes(self) -> Sizes:
