@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fedcpsl.engine import Network
 from fedcpsl.problem import Samples
-from fedcpsl.schedule import Sizes
+from fedcpsl.schedule import Draw, Sizes
 from fedcpsl.trees import Tree
 from fedcpsl.views import Views
 
@@ -43,6 +43,7 @@ class Traits(NamedTuple):
     warm_up: int = 0  # active rounds of a device before it uses unlabelled samples
     follows: bool = False  # a device's own model changes whenever the general one does
     views: str | Views = ""  # of the samples of a step: "auto" by the shape of inputs, or see `fedcpsl.views`; "": none
+    draws: tuple[Draw, ...] = ()  # of the schedule, beside the minibatch of each step
 
 
 class Method(NamedTuple):
@@ -54,10 +55,15 @@ class Method(NamedTuple):
     personal_round: bool = False  # whether a device trains its own model alone, the server's being fixed
 
     @property
-    def draws(self) -> dict[str, bool]:
+    def draws(self) -> dict[str, Any]:
         """What the schedule draws for its steps, as `fedcpsl.schedule.draw_tasks` asks."""
         network, traits = self.network, self.traits
-        return {"unlabelled": traits.unlabelled, "dropout": network.has_dropout, "views": bool(traits.views)}
+        return {
+            "unlabelled": traits.unlabelled,
+            "dropout": network.has_dropout,
+            "views": bool(traits.views),
+            "extra": traits.draws,
+        }
 
     @property
     def sends_nothing(self) -> bool:
@@ -68,17 +74,19 @@ class Algorithm(Protocol):
     """The functions of an algorithm file; `VARIANTS` names the algorithms that it provides, each with its rules.
 
     Optional, found by being there: `relabel`, once a round over all unlabelled samples; `with_labels`, what a device
-    knows by its labels alone, and `prepare`, once a visit over all its samples, both changing what it keeps; `phases`,
-    for personal rounds, and `partner`, the model that stays fixed in them; `alike` and `merged`, for runs of several
-    variants side by side; `broadcast_each(method, server, devices)` in place of `broadcast`, stacked, [devices, ...],
-    and `receive(method, server, devices, uploads, omega)` in place of `contribution` and `apply`, where the server must
-    see who sent what; `draw_weights(method, server)`, [devices], in place of a uniform draw of devices: one that is
-    drawn twice works once, and its upload is added, or listed, twice; `newcomer`, the settings of a device that was not
-    in training; `PREDICTS_WITH`, the numbers that
-    `predict` needs, and `predicting(method, hyper, device)`, a NamedTuple of them, where the device keeps some; for
-    real devices `greeting`, `started_again`, `update_rate`, `not_deployable` and `OWN_NUMBERS` (see
-    `fedcpsl.federation`); `invariants`, which the conformance suite checks; `RECORDED`, what fields are called in
-    recorded runs.
+    knows by its labels alone, and `prepare`, once a visit over all its samples, both changing what it keeps;
+    `use_draws(method, hyper, broadcast, local, drawn)`, after `begin`, which returns the `Local` after a look at the
+    samples that the `draws` of a visit name, a Mapping of `Samples` by name; `phases`, for personal rounds, and
+    `partner`, the model that stays fixed in them; `alike` and `merged`, for runs of several variants side by side;
+    `broadcast_each(method, server, devices)` in place of `broadcast`, stacked, [devices, ...], and `receive(method,
+    server, devices, uploads, omega)` in place of `contribution` and `apply`, where the server must see who sent what;
+    `newcomer`, the settings of a device that was not in training; `PREDICTS_WITH`, the numbers that `predict` needs,
+    and `predicting(method, hyper, device)`, a NamedTuple of them, where the device keeps some; for real devices
+    `greeting`, `started_again`, `update_rate`, `not_deployable` and `OWN_NUMBERS` (see `fedcpsl.federation`);
+    `invariants`, which the conformance suite checks; `RECORDED`, what fields are called in recorded runs.
+
+    Optional at the server: `draw_weights(method, server)`, [devices], in place of a uniform draw of devices; one that
+    is drawn twice works once, and its upload is added, or listed, twice.
     """
 
     @property

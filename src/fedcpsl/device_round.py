@@ -1,6 +1,6 @@
 """One device's round, used by all that run one device at a time: the simulator's loop, `adapt`, a real device."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -45,6 +45,19 @@ def relabelled(
     return torch.cat(pieces) if pieces else nu
 
 
+def begun(
+    algorithm: Algorithm,
+    method: Method,
+    hyper: Tree,
+    broadcast: Tree,
+    device: Tree,
+    drawn: Mapping[str, Samples] | None,
+) -> Tree:
+    """The working state before the first step: begin, then `use_draws` where samples were drawn for the visit."""
+    local = algorithm.begin(method, hyper, broadcast, device)
+    return optional(algorithm, "use_draws")(method, hyper, broadcast, local, drawn) if drawn else local
+
+
 def device_round(
     algorithm: Algorithm,
     method: Method,
@@ -53,9 +66,10 @@ def device_round(
     device: Tree,
     minibatches: Iterable[Samples],
     stop_after: Callable[[int], bool] = lambda _: False,
+    drawn: Mapping[str, Samples] | None = None,
 ) -> Trained:
-    """begin, a step on each minibatch until `stop_after(steps)`, finish."""
-    local, steps = algorithm.begin(method, hyper, broadcast, device), 0
+    """begin, a step on each minibatch until `stop_after(steps)`, finish; `drawn`: what the draws of the visit gave."""
+    local, steps = begun(algorithm, method, hyper, broadcast, device, drawn), 0
     for samples in minibatches:
         local, steps = algorithm.step(method, hyper, local, samples), steps + 1
         if stop_after(steps):

@@ -5,8 +5,9 @@ dimensions (none for one device, one slot per device when many run side by side)
 `alpha_p` have the shape of those leading dimensions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import log
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -64,6 +65,7 @@ class Samples(NamedTuple):
     keys: Tensor | None = None  # [..., samples]: where dropout masks come from
     partner: Tensor | None = None  # [..., samples, classes]: log h(theta; x) of a theta that stays fixed
     strong: Tensor | None = None  # [..., unlabelled samples, ...]: strong views of them; x then has weak views of all
+    extra: "Mapping[str, Samples]" = MappingProxyType({})  # further minibatches of the step, by the name of their draw
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor | None]:

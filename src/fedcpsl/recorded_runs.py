@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +20,7 @@ from fedcpsl.data.readers import read_archive
 from fedcpsl.data.split import LABELLED, TEST, UNLABELLED
 from fedcpsl.errors import InputError
 from fedcpsl.evaluation import predict
-from fedcpsl.schedule import DeviceRound
+from fedcpsl.schedule import DeviceRound, Draw, Drawn
 from fedcpsl.simulation import Setup, State, initial_state, prepare
 from fedcpsl.simulation.rounds import next_state
 from fedcpsl.theory import applies, objectives
@@ -67,7 +67,7 @@ def replay(vector: Vector, executor: str, device: str = "cpu") -> Iterator[Diffe
         state = initial_state(setup)
         yield from _compare(vector, state)
         for r in range(rounds):
-            state = next_state(state, _plan(vector, r))
+            state = next_state(state, _plan(vector, r, setup.terms.method.traits.draws))
             yield from _compare(vector, state)
         yield from _compare_predictions(vector, state)
         yield from _not_compared(vector, state)
@@ -138,7 +138,7 @@ def _tests(vector: Vector, device: int) -> NDArray[Any]:
     return found
 
 
-def _plan(vector: Vector, r: int) -> list[DeviceRound]:
+def _plan(vector: Vector, r: int, draws: Sequence[Draw]) -> list[DeviceRound]:
     at = f"in/schedule/round{r}"
     active, steps = vector[f"{at}/active"].tolist(), vector[f"{at}/steps"].tolist()
     lost = set(vector.get(f"{at}/lost", np.empty(0, np.int64)).tolist())
@@ -149,6 +149,7 @@ def _plan(vector: Vector, r: int) -> list[DeviceRound]:
             vector[f"{at}/device{i}/batch_l"],
             vector[f"{at}/device{i}/batch_u"],
             lost=i in lost,
+            extra={draw.name: Drawn(vector[f"{at}/device{i}/{draw.name}"]) for draw in draws},
         )
         for i, count in sorted(zip(active, steps, strict=True))
     ]

@@ -4,9 +4,10 @@ All of it is drawn before a round from streams keyed by (seed, purpose, round, d
 name: compared algorithms meet the same devices and samples, and neither executors nor resuming can change a draw.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ PURPOSES = (
     "dropout",
     "labels",
     "views",
+    "extra",
     "weights",
 )
 
@@ -63,6 +65,25 @@ def work_of(settings: WorkSettings, active: int, *, alone: bool) -> Work:
     )
 
 
+class Draw(NamedTuple):
+    """An extra draw that an algorithm asks for: of which samples, how many, and for each step or once a visit."""
+
+    name: str  # in `Samples.extra`, and in recorded runs
+    of: str = "labelled"  # or "unlabelled"
+    size: int = 0  # samples; 0: as many as a minibatch has of them
+    per_visit: bool = False  # whether it is given to `use_draws` before the first step, in place of a row to each step
+
+
+class Drawn(NamedTuple):
+    """What an extra draw gave one device."""
+
+    rows: NDArray[np.int64]  # [steps, size], or [size] of a visit: indices into its samples; none where it has none
+    keys: NDArray[np.int64] | None = None  # [steps, size]: for dropout
+
+
+NOTHING_EXTRA: Mapping[str, Drawn] = {}
+
+
 class DeviceRound(NamedTuple):
     """One active device's part of a round."""
 
@@ -77,6 +98,7 @@ class DeviceRound(NamedTuple):
     keys: NDArray[np.int64] | None = None  # [steps, rows]: for dropout
     views: NDArray[np.int64] | None = None  # [steps, rows + unlabelled rows]: for weak, then strong views of samples
     copies: int = 1  # how often it was drawn: it works once, and its upload counts as often
+    extra: Mapping[str, Drawn] = NOTHING_EXTRA  # what the algorithm's own draws gave, by name
 
 
 class Sizes(NamedTuple):
@@ -147,6 +169,7 @@ def draw_tasks(
     unlabelled: bool,
     dropout: bool,
     views: bool = False,
+    extra: Sequence[Draw] = (),
 ) -> list[DeviceRound]:
     """What given devices do in a round: their steps and samples, and whose upload is lost."""
     plan = []
@@ -154,12 +177,31 @@ def draw_tasks(
         steps = draw_steps(seed, round, device, sizes, work, unlabelled)
         widths = work.batch_labelled, work.batch_unlabelled if unlabelled else 0
         labelled = _draw_batches(seed, "labelled", round, device, steps, widths[0], sizes.labelled)
-        extra = _draw_batches(seed, "unlabelled", round, device, steps, widths[1], sizes.unlabelled)
+        others = _draw_batches(seed, "unlabelled", round, device, steps, widths[1], sizes.unlabelled)
         lost = work.loss_rate > 0 and bool(stream(seed, "upload", round, device).random() < work.loss_rate)
         keys = draw_keys(seed, "dropout", round, device, steps, widths) if dropout else None
         of_views = draw_keys(seed, "views", round, device, steps, (*widths, widths[1])) if views else None
-        plan.append(DeviceRound(device, steps, labelled, extra, lost, keys=keys, views=of_views))
+        own = {draw.name: draw_extra(draw, seed, round, device, steps, sizes, work, dropout=dropout) for draw in extra}
+        plan.append(DeviceRound(device, steps, labelled, others, lost, keys=keys, views=of_views, extra=own))
     return plan
+
+
+def draw_extra(
+    draw: Draw, seed: int, round: int, device: int, steps: int, sizes: Sizes, work: Work, *, dropout: bool = False
+) -> Drawn:
+    """One device's part of an extra draw, from a stream of the draw's own name: other draws do not shift it."""
+    counts = sizes.labelled if draw.of == "labelled" else sizes.unlabelled
+    shape, place = draw_shape(draw, steps, work), (round, device, crc32(draw.name.encode()))
+    if counts[device] == 0:
+        return Drawn(np.empty((*shape[:-1], 0), np.int64))
+    keys = stream(seed, "dropout", *place).integers(0, 2**62, shape) if dropout and not draw.per_visit else None
+    return Drawn(stream(seed, "extra", *place).integers(0, counts[device], shape), keys)
+
+
+def draw_shape(draw: Draw, steps: int, work: Work) -> tuple[int, ...]:
+    """The shape of what an extra draw gives a device that has such samples."""
+    size = draw.size or (work.batch_labelled if draw.of == "labelled" else work.batch_unlabelled)
+    return (size,) if draw.per_visit else (steps, size)
 
 
 def draw_keys(seed: int, purpose: str, round: int, device: int, steps: int, widths: Sequence[int]) -> NDArray[np.int64]:

@@ -14,7 +14,7 @@ from fedcpsl.errors import RunError
 from fedcpsl.federation.messages import Instruction
 from fedcpsl.federation.terms import Terms
 from fedcpsl.problem import Samples
-from fedcpsl.schedule import DeviceRound, Sizes, Work, draw_tasks
+from fedcpsl.schedule import DeviceRound, Draw, Drawn, Sizes, Work, draw_tasks
 from fedcpsl.simulation import Setup
 from fedcpsl.simulation.device_data import DeviceData, place_samples
 from fedcpsl.trees import Tree, leaves, map_tensors
@@ -91,6 +91,8 @@ def local_minibatches(terms: Terms, local_data: LocalData, nu: Tensor, task: Dev
     weights[1, widths[0] :] = 1 / max(widths[1], 1)
     views = views_for(terms.method.traits.views, tuple(local_data.x_labelled.shape[1:]))
     view_keys = None if views is None else torch.from_numpy(_view_keys_of(task, terms.work)).to(where)
+    draws = [draw for draw in terms.method.traits.draws if not draw.per_visit]
+    extra = {draw.name: _extra_minibatches(terms, local_data, nu, draw, task.extra[draw.name]) for draw in draws}
     for t in range(task.steps):
         x, strong = torch.cat([local_data.x_labelled[labelled[t]], local_data.x_unlabelled[unlabelled[t]]]), None
         if views is not None and view_keys is not None:
@@ -102,7 +104,28 @@ def local_minibatches(terms: Terms, local_data: LocalData, nu: Tensor, task: Dev
             unlabelled=weights[1],
             keys=None if keys is None else keys[t],
             strong=strong,
+            extra={name: next(others) for name, others in extra.items()},
         )
+
+
+def _extra_minibatches(terms: Terms, local_data: LocalData, nu: Tensor, draw: Draw, drawn: Drawn) -> Iterator[Samples]:
+    """Yield what an extra draw gives each step; the one minibatch of a visit."""
+    seen = draw.of == "labelled"
+    x, targets = (local_data.x_labelled, local_data.labels) if seen else (local_data.x_unlabelled, nu)
+    width = drawn.rows.shape[-1]
+    weight = torch.full((width,), 1 / max(width, 1), dtype=terms.dtype, device=terms.where)
+    nothing = torch.zeros_like(weight)
+    keys = None if drawn.keys is None else torch.from_numpy(drawn.keys).to(terms.where)
+    of_steps = torch.from_numpy(drawn.rows[None] if draw.per_visit else drawn.rows).to(terms.where)
+    for t, rows in enumerate(of_steps.unbind()):
+        both = (weight, nothing) if seen else (nothing, weight)
+        yield Samples(x[rows], targets[rows], *both, None if keys is None else keys[t])
+
+
+def drawn_for_visit(terms: Terms, local_data: LocalData, nu: Tensor, task: DeviceRound) -> dict[str, Samples]:
+    """Return what the draws of a visit gave a device."""
+    draws = [draw for draw in terms.method.traits.draws if draw.per_visit]
+    return {draw.name: next(_extra_minibatches(terms, local_data, nu, draw, task.extra[draw.name])) for draw in draws}
 
 
 def _keys_of(task: DeviceRound, batch_labelled: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
@@ -160,7 +183,8 @@ def train(
         now = clock()
         return bool(budget) and now - begun + (now - since) / done > budget
 
-    done = device_round(*given, local_minibatches(terms, local_data, nu, task), out_of_time)
+    drawn = drawn_for_visit(terms, local_data, nu, task)
+    done = device_round(*given, local_minibatches(terms, local_data, nu, task), out_of_time, drawn)
     if not all(t.isfinite().all() for t in (*leaves(done.upload), *leaves(done.device))):
         raise RunError(
             "this device's loss is no longer a finite number; the server should use a smaller algorithm.eta "

@@ -16,7 +16,8 @@ from fedcpsl.settings import Work as WorkSettings
 from fedcpsl.simulation import Setup
 from fedcpsl.trees import Tree, map_tensors
 
-LATER_TRAITS = ("follows", "views")  # left out of digests where an algorithm has none: older jobs stay what they were
+# left out of digests where an algorithm has none: older jobs stay what they were
+LATER_TRAITS = ("follows", "views", "draws")
 
 
 class Terms(NamedTuple):

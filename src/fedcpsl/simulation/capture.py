@@ -115,20 +115,24 @@ def _room_for(local: Tree, hyper: Tree, batches: BatchPlan, smaller: Stage | Non
     def by_step(t: Tensor | None) -> Any:
         return None if t is None else t.new_zeros(steps, slots, *t.shape[2:])
 
+    def room(plan: BatchPlan) -> BatchPlan:
+        return BatchPlan(
+            by_step(plan.rows),
+            by_step(plan.inputs),
+            by_slot(plan.labelled),
+            by_slot(plan.unlabelled),
+            by_step(plan.keys),
+            by_slot(plan.shift),
+            by_slot(plan.scale),
+            view_keys=by_step(plan.view_keys),
+            views=plan.views,
+            extra={name: room(more) for name, more in plan.extra.items()},
+        )
+
     return Stage(
         local=map_tensors(by_slot, local),
         hyper=map_tensors(by_slot, hyper),
-        batches=BatchPlan(
-            by_step(batches.rows),
-            by_step(batches.inputs),
-            by_slot(batches.labelled),
-            by_slot(batches.unlabelled),
-            by_step(batches.keys),
-            by_slot(batches.shift),
-            by_slot(batches.scale),
-            view_keys=by_step(batches.view_keys),
-            views=batches.views,
-        ),
+        batches=room(batches),
         step=torch.zeros(1, dtype=torch.int64, device=batches.rows.device),
         graphs={},
     )
@@ -136,16 +140,23 @@ def _room_for(local: Tree, hyper: Tree, batches: BatchPlan, smaller: Stage | Non
 
 def _fill(stage: Stage, hyper: Tree, local: Tree, batches: BatchPlan) -> None:
     """What a round begins with, in the stage's first slots."""
-    slots, steps = len(batches.labelled), len(batches.rows)
+    slots = len(batches.labelled)
     for mine, given in ((stage.local, local), (stage.hyper, hyper)):
         map_tensors(lambda to, new: to[:slots].copy_(new), mine, given)
+    _fill_batches(stage.batches, batches)
+    stage.step.zero_()
+
+
+def _fill_batches(room: BatchPlan, batches: BatchPlan) -> None:
+    slots, steps = len(batches.labelled), len(batches.rows)
     for name, given in batches._asdict().items():
-        to = None if name == "views" else getattr(stage.batches, name)
+        to = None if name in ("views", "extra") else getattr(room, name)
         if to is not None and name in ("rows", "inputs", "keys", "view_keys"):
             to[:steps, :slots].copy_(given)
         elif to is not None:
             to[:slots].copy_(given)
-    stage.step.zero_()
+    for name, more in batches.extra.items():
+        _fill_batches(room.extra[name], more)
 
 
 def _capture(program: Program, stage: Stage, width: int, steps: int, memory: Any) -> Any:
@@ -193,5 +204,7 @@ def _samples(data: TrainingData, batches: BatchPlan, steps: Tensor) -> Iterator[
     if batches.views is not None and batches.view_keys is not None:
         x, of_unlabelled = viewed(batches.views, x, batches.view_keys.index_select(0, steps))
         strong = of_unlabelled.unbind()
+    extra = {name: _samples(data, more, steps) for name, more in batches.extra.items()}
     for each in zip(x.unbind(), target.unbind(), keys, strong, strict=True):
-        yield Samples(each[0], each[1], batches.labelled, batches.unlabelled, each[2], strong=each[3])
+        further = {name: next(others) for name, others in extra.items()}
+        yield Samples(each[0], each[1], batches.labelled, batches.unlabelled, each[2], strong=each[3], extra=further)

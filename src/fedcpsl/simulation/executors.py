@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fedcpsl.algorithm import Algorithm, Method, alike, merged_method, optional
-from fedcpsl.device_round import device_round
+from fedcpsl.device_round import begun, device_round
 from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation.hardware import to_device
-from fedcpsl.simulation.minibatches import BatchPlan, batch_plan, minibatches, renew_labels
+from fedcpsl.simulation.minibatches import BatchPlan, batch_plan, drawn_for_visit, minibatches, renew_labels
 from fedcpsl.simulation.round_request import RoundRequest, Slot, TrainingData, hyper_of, states_of
 from fedcpsl.simulation.setup import Setup
 from fedcpsl.trees import Tree, leaves, map_tensors
@@ -84,6 +84,7 @@ def _program_key(setup: Setup, task: DeviceRound) -> tuple[Any, ...]:
         setup.terms.algorithm,
         alike(setup.terms.algorithm, method),
         method.traits.views,
+        method.traits.draws,
         method.personal_round,
         setup.terms.batch_widths,
     )
@@ -106,7 +107,8 @@ def _one(program: Program, slot: Slot) -> Finished:
         device = prepare(method, hyper, broadcast, device, slot.request.setup.data.visit(task.device))
     batches = batch_plan([slot], program.data).of_slots(0)
     steps = minibatches(program.data, batches, range(task.steps))
-    trained = device_round(algorithm, method, hyper, broadcast, device, steps)
+    drawn = drawn_for_visit([slot], method, program.data, 0)
+    trained = device_round(algorithm, method, hyper, broadcast, device, steps, drawn=drawn)
     device, upload = (map_tensors(lambda t: t[None], state) for state in (trained.device, trained.upload))
     costs = trained.costs[None] / task.steps
     return Finished(slot.run, [task], device, upload, costs, all_finite(device, upload, costs))
@@ -119,7 +121,8 @@ def _side_by_side(program: Program, group: Sequence[Slot], take_steps: LocalStep
     hyper, batches = hyper_of(longest_first), batch_plan(longest_first, program.data)
     device, broadcast = states_of(longest_first)
     device = _prepared(program, longest_first, hyper, broadcast, device)
-    local = algorithm.begin(method, hyper, broadcast, device)
+    drawn = drawn_for_visit(longest_first, method, program.data)
+    local = begun(algorithm, method, hyper, broadcast, device, drawn)
     counts = [slot.task.steps for slot in longest_first]
     local = take_steps(program, hyper, local, batches, counts)
     steps = to_device(counts, batches.rows.device)

@@ -1,6 +1,7 @@
 """What local steps read: the minibatches of a round, from drawn row numbers, and pseudo-labels renewed before them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedcpsl.algorithm import alike, optional
+from fedcpsl.algorithm import Method, alike, optional
 from fedcpsl.device_round import is_relabelled, relabelled
 from fedcpsl.problem import Samples
-from fedcpsl.schedule import DeviceRound
+from fedcpsl.schedule import DeviceRound, Draw, draw_shape
 from fedcpsl.simulation.device_data import normalise
 from fedcpsl.simulation.hardware import to_device
 from fedcpsl.simulation.round_request import RoundRequest, Slot, TrainingData, hyper_of, states_of
@@ -35,6 +36,7 @@ class BatchPlan(NamedTuple):
     partner_rows: Tensor | None = None  # [steps, slots, batch]: where a sample's row is there
     view_keys: Tensor | None = None  # [steps, slots, batch + unlabelled]
     views: Views | None = None
+    extra: "Mapping[str, BatchPlan]" = MappingProxyType({})  # further minibatches of each step, by name
 
     def of_slots(self, slots: int | slice) -> "BatchPlan":
         """The minibatches of some of the slots."""
@@ -57,6 +59,7 @@ class BatchPlan(NamedTuple):
             by_step(self.partner_rows),
             by_step(self.view_keys),
             self.views,
+            {name: plan.of_slots(slots) for name, plan in self.extra.items()},
         )
 
 
@@ -99,12 +102,52 @@ def batch_plan(slots: Sequence[Slot], data: TrainingData) -> BatchPlan:
         scale,
         view_keys=None if view_keys is None else to_device(view_keys, where),
         views=views,
+        extra={draw.name: _extra_plan(draw, slots, data) for draw in method.traits.draws if not draw.per_visit},
     )
     if not slots[0].task.personal or optional(setup.terms.algorithm, "partner") is None:
         return batches
     partner, first = _partners(slots)
     starts = np.array([slot.request.first_row + slot.request.setup.data.start[slot.task.device] for slot in slots])
     return batches._replace(partner=partner, partner_rows=to_device(rows - (starts - first)[:, None], where))
+
+
+def _extra_plan(draw: Draw, slots: Sequence[Slot], data: TrainingData) -> BatchPlan:
+    """What an extra draw gives some slots; that of a visit as of one step."""
+    setup = slots[0].request.setup
+    where, width = setup.data.where, draw_shape(draw, 1, setup.terms.work)[-1]
+    longest = 1 if draw.per_visit else max(slot.task.steps for slot in slots)
+    rows, weights = np.zeros((longest, len(slots), width), np.int64), np.zeros((len(slots), width))
+    keys = np.zeros(rows.shape, np.int64) if setup.terms.method.network.has_dropout and not draw.per_visit else None
+    for i, slot in enumerate(slots):
+        task, device_data = slot.task, slot.request.setup.data
+        start = slot.request.first_row + device_data.start[task.device]
+        rows[:, i] = start
+        drawn, count = task.extra[draw.name], 1 if draw.per_visit else task.steps
+        columns = drawn.rows.shape[-1]
+        if columns:
+            offset = start + (0 if draw.of == "labelled" else device_data.labelled[task.device])
+            rows[:count, i, :columns] = drawn.rows + offset
+            weights[i, :columns] = 1 / columns
+        if keys is not None and drawn.keys is not None:
+            keys[:count, i] = drawn.keys
+    on_device, weight = to_device(rows, where), to_device(weights, where).to(setup.data.dtype)
+    nothing = torch.zeros_like(weight)
+    return BatchPlan(
+        on_device,
+        data.source.index_select(0, on_device.flatten()).view(on_device.shape),
+        *((weight, nothing) if draw.of == "labelled" else (nothing, weight)),
+        None if keys is None else to_device(keys, where),
+        *scaling_of(slots),
+    )
+
+
+def drawn_for_visit(
+    slots: Sequence[Slot], method: Method, data: TrainingData, which: int | slice = slice(None)
+) -> dict[str, Samples]:
+    """What the draws of a visit gave some slots, or one of them."""
+    draws = [draw for draw in method.traits.draws if draw.per_visit]
+    plans = {draw.name: _extra_plan(draw, slots, data).of_slots(which) for draw in draws}
+    return {name: next(minibatches(data, plan, range(1))) for name, plan in plans.items()}
 
 
 def scaling_of(slots: Sequence[Slot]) -> tuple[Tensor | None, Tensor | None]:
@@ -143,6 +186,7 @@ def minibatches(data: TrainingData, batches: BatchPlan, steps: range) -> Iterato
     drawn, inputs = (
         t[steps.start : steps.stop].reshape(len(steps), -1).unbind() for t in (batches.rows, batches.inputs)
     )
+    extra = {name: minibatches(data, plan, steps) for name, plan in batches.extra.items()}
     for t, rows, sources in zip(steps, drawn, inputs, strict=True):
         partner = (
             None
@@ -160,6 +204,7 @@ def minibatches(data: TrainingData, batches: BatchPlan, steps: range) -> Iterato
             keys=None if batches.keys is None else batches.keys[t],
             partner=partner,
             strong=strong,
+            extra={name: next(others) for name, others in extra.items()},
         )
 
 
