@@ -44,6 +44,9 @@ class Traits(NamedTuple):
     follows: bool = False  # a device's own model changes whenever the general one does
     views: str | Views = ""  # of the samples of a step: "auto" by the shape of inputs, or see `fedcpsl.views`; "": none
     draws: tuple[Draw, ...] = ()  # of the schedule, beside the minibatch of each step
+    probe: Draw | None = (
+        None  # of what some devices are asked about in a second exchange of each round; None: there is none
+    )
 
 
 class Method(NamedTuple):
@@ -86,7 +89,11 @@ class Algorithm(Protocol):
     `invariants`, which the conformance suite checks; `RECORDED`, what fields are called in recorded runs.
 
     Optional at the server: `draw_weights(method, server)`, [devices], in place of a uniform draw of devices; one that
-    is drawn twice works once, and its upload is added, or listed, twice.
+    is drawn twice works once, and its upload is added, or listed, twice. For a second exchange in a round, after
+    `apply` or `receive`, with devices that the schedule draws (`Traits.probe` says about which samples): the server
+    sends `probe_broadcast(method, server)`, the same to all, a device answers with `probe_upload(method, hyper,
+    broadcast, samples)`, and changes nothing by it, and `probe_receive(method, server, devices, uploads)` is the
+    `Server` after the answers that arrived, if any did. A round in which no upload is counted has none.
     """
 
     @property

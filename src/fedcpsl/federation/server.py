@@ -21,6 +21,7 @@ from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation.messages import (
     END,
     HELLO,
+    PROBE,
     REFUSAL,
     TRAIN,
     UNSET,
@@ -40,6 +41,7 @@ from fedcpsl.federation.robustness import (
     COORDINATE_WISE,
     Judgement,
     Limits,
+    answers_to_refuse,
     check_limits,
     judge,
     reason_to_exclude,
@@ -54,7 +56,7 @@ from fedcpsl.federation.server_store import (
     save_server_state,
 )
 from fedcpsl.federation.terms import Terms, digest, greeting_of, keeps_sums
-from fedcpsl.schedule import draw_active, draw_by_weight, draw_numbers, draw_steps
+from fedcpsl.schedule import draw_active, draw_by_weight, draw_numbers, draw_probes, draw_steps
 from fedcpsl.storage import locked, make_folder
 from fedcpsl.trees import Tree, leaves, map_tensors
 
@@ -114,11 +116,14 @@ def serve(
         state = load_server_state(folder, terms) or _begin(terms, folder)
         state = state._replace(failures=0)  # a restart gives the round new attempts
         yield state
-        while state.round < rules.rounds:
-            epoch, state = state.epoch, forget(state, terms, to_forget())
-            if state.epoch != epoch:
-                save_server_state(folder, state)  # before any device is sent it
-            state = _one_attempt(terms, rules, state, transport)
+        while state.round < rules.rounds or state.probing:
+            if state.probing:  # the server was killed before it was through
+                state = _second_exchange(terms, rules, state, state.probing, transport)
+            else:
+                epoch, state = state.epoch, forget(state, terms, to_forget())
+                if state.epoch != epoch:
+                    save_server_state(folder, state)  # before any device is sent it
+                state = _one_attempt(terms, rules, state, transport, folder)
             save_server_state(folder, state)
             yield state
         yield _end(terms, rules, state, transport)
@@ -136,8 +141,7 @@ def draw_instructions(terms: Terms, rules: RoundRules, state: ServerState) -> di
 
 def draw_devices(terms: Terms, rules: RoundRules, state: ServerState) -> dict[int, int]:
     """Draw the devices of this attempt, and how often each is drawn: more than once only by weights."""
-    known = [i for i, record in enumerate(state.roster) if not record.forgotten]
-    roster = [i for i in known if state.roster[i].excluded_until <= state.round] or known
+    known, roster = _known(state), _askable(state)
     wanted, attempt = ceil(terms.work.active * rules.over_sampling), state.attempt.number
     if terms.method.traits.everyone:
         return dict.fromkeys(roster, 1)
@@ -150,6 +154,17 @@ def draw_devices(terms: Terms, rules: RoundRules, state: ServerState) -> dict[in
     of_chosen = np.where(np.isin(np.arange(len(of_all)), chosen), of_all, 0)
     numbers = draw_numbers(rules.seed, state.round, wanted, skip=wanted * (attempt % MAX_SKIPPED))
     return draw_by_weight(of_chosen, numbers)
+
+
+def _known(state: ServerState) -> list[int]:
+    """Return the devices that have a weight."""
+    return [i for i, record in enumerate(state.roster) if not record.forgotten]
+
+
+def _askable(state: ServerState) -> list[int]:
+    """Return the devices that may be asked: those that are not excluded, or all where all are."""
+    known = _known(state)
+    return [i for i in known if state.roster[i].excluded_until <= state.round] or known
 
 
 def count_updates(
@@ -176,6 +191,7 @@ def count_updates(
             m._replace(counted=state.attempt, factor=factors[m.name]) if m.name in factors else m for m in state.roster
         ),
         attempt=Attempt(state.round + 1, 0),
+        probing=state.attempt if counted and terms.method.traits.probe else None,
         failures=0,
         counted=tuple(m.name for m in state.roster if m.name in factors),
     )
@@ -222,7 +238,9 @@ def _begin(terms: Terms, folder: Path) -> ServerState:
     return state
 
 
-def _one_attempt(terms: Terms, rules: RoundRules, state: ServerState, transport: Transport) -> ServerState:
+def _one_attempt(
+    terms: Terms, rules: RoundRules, state: ServerState, transport: Transport, folder: Path
+) -> ServerState:
     """Ask some devices of the roster for updates, and new devices for their numbers of samples."""
     asked = draw_instructions(terms, rules, state) if state.begun else {}
     new = set(transport.present()) - {record.name for record in state.roster}
@@ -235,9 +253,43 @@ def _one_attempt(terms: Terms, rules: RoundRules, state: ServerState, transport:
     state = state._replace(roster=roster, counted=(), dropouts=dropouts, accuracy=collected.accuracy)
     if state.begun:
         state = _count_or_repeat(terms, rules, state, updates, judged, collected, len(asked))
+    if state.probing:
+        save_server_state(folder, state)  # before any device is sent it
+        state = _second_exchange(terms, rules, state, state.probing, transport)
     replies = sorted(collected.replies.items())
     newcomers = [DeviceRecord(name, r.labelled, r.unlabelled) for name, r in replies if r.kind == HELLO]
     return _admit(terms, rules, state, newcomers)
+
+
+def _second_exchange(
+    terms: Terms, rules: RoundRules, state: ServerState, attempt: Attempt, transport: Transport
+) -> ServerState:
+    """Return the state after some devices were asked what the algorithm wants to know once it has aggregated.
+
+    An answer that is lost, late or refused is left out; the round is not repeated for it.
+    """
+    draw, sizes = terms.method.traits.probe, state.sizes
+    assert draw is not None
+    work = terms.work._replace(loss_rate=0.0)
+    probes = draw_probes(draw, rules.seed, attempt.round, _askable(state), sizes, work)
+    asked = {state.roster[p.device].name: p.device for p in probes if p.drawn.rows.size}
+    instructions = {name: make_instruction(terms, rules, state, PROBE, i) for name, i in asked.items()}
+    collected = collect_replies(terms, instructions, transport, rules.deadline)
+    refused = answers_to_refuse(rules.limits, {name: reply.upload for name, reply in collected.replies.items()})
+    counted = {name: i for name, i in asked.items() if name in collected.replies and name not in refused}
+    server = state.server
+    if counted:
+        devices = torch.tensor(list(counted.values()), device=terms.where)
+        each = [upload_of(collected.replies[name], terms) for name in counted]
+        uploads = map_tensors(lambda *t: torch.stack(t), *each)
+        server = optional(terms.algorithm, "probe_receive")(terms.method, server, devices, uploads)
+    finite = all(t.isfinite().all() for t in leaves(server))
+    return state._replace(
+        server=server if finite else state.server,
+        roster=tuple(m._replace(asked=m.asked + (m.name in asked)) for m in state.roster),
+        probing=None,
+        dropouts=collected.dropouts | refused | state.dropouts,
+    )
 
 
 def _count_or_repeat(
@@ -379,14 +431,13 @@ def make_instruction(
     terms: Terms, rules: RoundRules, state: ServerState, kind: str, device: int = UNSET, steps: int = 0
 ) -> Instruction:
     """Return the instruction for a device in this attempt."""
-    broadcast = map_tensors(Tensor.cpu, terms.algorithm.broadcast(state.server))
     record = None if device < 0 else state.roster[device]
     return Instruction(
         run=state.run,
-        attempt=state.attempt,
+        attempt=state.probing if kind == PROBE and state.probing else state.attempt,
         kind=kind,
         settings=state.settings,
-        broadcast=broadcast if kind == TRAIN else greeting_of(terms, broadcast),
+        broadcast=map_tensors(Tensor.cpu, _sent_with(terms, state, kind)),
         device=device,
         seed=rules.seed,
         counted=None if record is None else record.counted,
@@ -395,6 +446,14 @@ def make_instruction(
         factor=1.0 if record is None else record.factor,
         epoch=state.epoch,
     )
+
+
+def _sent_with(terms: Terms, state: ServerState, kind: str) -> Tree:
+    """Return what an instruction of a kind carries."""
+    if kind == PROBE:
+        return optional(terms.algorithm, "probe_broadcast")(terms.method, state.server)
+    broadcast = terms.algorithm.broadcast(state.server)
+    return broadcast if kind == TRAIN else greeting_of(terms, broadcast)
 
 
 def _check_rules(terms: Terms, rules: RoundRules) -> None:

@@ -52,6 +52,7 @@ class ServerState(NamedTuple):
     attempt: Attempt
     begun: bool = False  # whether enough devices have joined to start the first round
     epoch: int = 0  # raised when c and every c_i are reset to 0
+    probing: Attempt | None = None  # the attempt that was counted and whose second exchange is still to come
     failures: int = 0  # attempts at this round in which too few of the received updates could be counted
     counted: tuple[str, ...] = ()  # the devices whose updates the last attempt counted
     dropouts: dict[str, str] = {}  # noqa: RUF012 - never changed; devices without a valid reply, and why
@@ -92,6 +93,7 @@ def save_server_state(folder: Path, state: ServerState) -> None:
     """
     header: dict[str, Any] = {"run": state.run, "settings": state.settings, "turn": state.attempt, "begun": state.begun}
     header |= {"roster": state.roster, "epoch": state.epoch, "failures": state.failures}
+    header |= {} if state.probing is None else {"probing": state.probing}
     save_tensors(folder / SERVER_FILE, named_leaves(state.server), header, private=True)
     _keep_state(folder, state.round)
 
@@ -133,7 +135,8 @@ def go_back(folder: Path, terms: Terms, round: int) -> ServerState:
     except RunError:
         newest = old
     state = restart_control_variates(newest, terms)
-    state = state._replace(server=_reset_server(old.server, terms), attempt=old.attempt, failures=0)
+    server = _reset_server(old.server, terms)
+    state = state._replace(server=server, attempt=old.attempt, probing=old.probing, failures=0)
     save_server_state(folder, state)
     return state
 
@@ -166,7 +169,8 @@ def _load(path: Path, terms: Terms) -> ServerState:
         roster = tuple(_record(*each) for each in header["roster"])
         attempt, begun = Attempt(*header["turn"]), header["begun"]
         epoch, failures = header.get("epoch", 0), header.get("failures", 0)  # version 0.1 had neither
-        return ServerState(header["run"], settings, server, roster, attempt, begun, epoch, failures)
+        probing = Attempt(*header["probing"]) if "probing" in header else None
+        return ServerState(header["run"], settings, server, roster, attempt, begun, epoch, probing, failures)
     except (KeyError, TypeError) as error:
         raise RunError(f"{path}: not a server's state of this version: {error} is missing") from error
 

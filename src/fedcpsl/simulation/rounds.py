@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 from fedcpsl.algorithm import optional
 from fedcpsl.errors import InputError
-from fedcpsl.schedule import DeviceRound, draw_active, draw_by_weight, draw_numbers, draw_tasks
+from fedcpsl.schedule import DeviceRound, Probe, draw_active, draw_by_weight, draw_numbers, draw_tasks
 from fedcpsl.simulation.aggregation import Received, keep_and_count
 from fedcpsl.simulation.executors import Finished, LocalRounds, local_rounds
+from fedcpsl.simulation.probes import probed
 from fedcpsl.simulation.round_request import RoundRequest, TrainingData, broadcasts_to, joint_data, training_data_of
 from fedcpsl.simulation.setup import Setup
 from fedcpsl.simulation.state import COUNT_BYTES, FiniteCheck, State, initial_state, knowing_labels, load, unload
@@ -97,9 +98,14 @@ def _draw_devices(state: State) -> dict[int, int]:
     return draw_by_weight(found.cpu().numpy(), draw_numbers(terms.seed, round, terms.work.active))
 
 
-def next_state(state: State, plan: Sequence[DeviceRound], run: LocalRounds = local_rounds) -> State:
-    """One round of Algorithm 1 by a given schedule."""
-    return next_states([state], [plan], training_data_of(state.setup.data, state.targets), [0], run)[0]
+def next_state(
+    state: State,
+    plan: Sequence[DeviceRound],
+    run: LocalRounds = local_rounds,
+    probes: Sequence[Probe] | None = None,
+) -> State:
+    """One round of Algorithm 1 by a given schedule; that of a second exchange is drawn where it is not given."""
+    return next_states([state], [plan], training_data_of(state.setup.data, state.targets), [0], run, [probes])[0]
 
 
 def next_states(
@@ -108,6 +114,7 @@ def next_states(
     data: TrainingData,
     first_rows: Sequence[int],
     run: LocalRounds,
+    probes: Sequence[Sequence[Probe] | None] | None = None,
 ) -> list[State]:
     """One round of every run that has a plan."""
     states = [
@@ -135,6 +142,9 @@ def next_states(
         own = [finished for finished in all_finished if finished.run == run_number]
         after.append(state if plan is None else _after(state, plan, request, total, own))
         unload(state, request.plan)
+    for i, (total, request) in enumerate(zip(totals, requests, strict=True)):
+        if total is not None and request.setup.terms.method.traits.probe:
+            after[i] = probed(after[i], request, data, probes[i] if probes else None)
     after = _with_finite_checks(after, plans, all_finished)
     if not data.targets.is_cuda:
         raise_if_not_finite(after)
