@@ -75,6 +75,11 @@ def assert_equal(a, b, tolerance=1e-10):
             assert torch.allclose(x, y, rtol=tolerance, atol=tolerance), (name, (x - y).abs().max().item())
 
 
+def with_draws(method, samples):
+    """A minibatch with the further ones that the algorithm declares."""
+    return samples._replace(extra={draw.name: samples for draw in method.traits.draws if not draw.per_visit})
+
+
 def stacked_broadcast(setup, server, devices):
     """What some devices are sent, as slots side by side are given it."""
     broadcast, rows = broadcasts_to(setup, server, devices)
@@ -143,6 +148,7 @@ def test_padding_changes_nothing(name):
     plain = Samples(x, target, labelled, unlabelled)
     if method.traits.views:
         plain, padded = (given._replace(strong=given.x[:, 2:] + 0.1) for given in (plain, padded))
+    plain, padded = (with_draws(method, given) for given in (plain, padded))
     sent = stacked_broadcast(setup, state.server, [0, 2])
     ends = []
     for samples in (plain, padded):
@@ -190,6 +196,7 @@ def test_inputs_are_not_modified(name):
     nu = torch.softmax(torch.from_numpy(rng.normal(size=(5, 4, 3))), -1)
     weights = torch.full((5, 4), 0.25, dtype=torch.float64)
     samples = Samples(x, nu, weights, weights, strong=x[:, 2:] + 0.1 if method.traits.views else None)
+    samples = with_draws(method, samples)
     given_in = [server, device, sent, hyper, samples[:4]]
     before = [map_tensors(lambda t: t.clone(), tuple(s)) for s in given_in]
     if relabel := optional(algorithm, "relabel"):

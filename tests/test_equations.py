@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedcpsl import averaging, problem
-from fedcpsl.algorithms import ditto, family, fedamp, fedcpsl2, feddyn
+from fedcpsl.algorithms import all_algorithms
 
 INDEX = Path(__file__).parents[1] / "docs" / "equations.md"
 ROW = re.compile(r"\| .+ \| (?:\$(?P<typeset>[^$]+)\$<br>)?`(?P<formula>[^`]+)`<br>`(?P<function>fedcpsl\.[\w.]+)` \|")
@@ -64,6 +64,6 @@ def test_a_typeset_formula_is_the_plain_one(typeset, formula):
 
 def test_every_formula_has_its_row():
     formulas = public_functions(problem)
-    for module in (family, averaging, feddyn, ditto, fedamp, fedcpsl2):
+    for module in (averaging, *(file for file, _ in all_algorithms().values())):
         formulas |= {name: f for name, f in public_functions(module).items() if re.search(" (=|<-) ", first_line(f))}
     assert set(formulas) - {function for _, function in ROWS} == set()

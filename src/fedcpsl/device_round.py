@@ -22,6 +22,12 @@ class Trained(NamedTuple):
     steps: int
 
 
+def all_labelled(x: Tensor, target: Tensor) -> Samples:
+    """All labelled samples of a device as one minibatch, each with a weight of 1/n; `target` has one-hot labels."""
+    weights = target.new_full((len(target),), 1 / max(len(target), 1))
+    return Samples(x, target, weights, torch.zeros_like(weights))
+
+
 def is_relabelled(algorithm: Algorithm, method: Method, *, warming: bool) -> bool:
     """Whether a device renews its pseudo-labels before its steps."""
     return method.traits.unlabelled and not warming and optional(algorithm, "relabel") is not None

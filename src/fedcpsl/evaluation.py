@@ -213,12 +213,16 @@ def predict(state: State, held: Held, earlier: Predictions | None = None, model:
     return Predictions(personal, general, localized, versions, hyper)
 
 
-def own_models(state: State, devices: Sequence[int], general: Tensor | None) -> Tensor:
+def own_models(state: State, devices: Sequence[int], general: Tensor | None, method: Method | None = None) -> Tensor:
     """The models of some devices' own, [devices, parameters], where the algorithm has such models."""
     terms, where = state.setup.terms, state.targets.device
+    method, adapted = method or terms.method_after(state.round), optional(terms.algorithm, "adapted")
+    if adapted:
+        samples = state.setup.data.labelled_samples
+        return torch.stack([adapted(method, state.hyper(i), general, samples(i)) for i in devices])
     index = to_device(np.array(devices, np.int64), where)
     hyper = map_tensors(lambda t: t[index], terms.hyper)
-    found = terms.algorithm.own_model(terms.method_after(state.round), hyper, _kept(state, devices, index), general)
+    found = terms.algorithm.own_model(method, hyper, _kept(state, devices, index), general)
     assert found is not None
     return found
 
@@ -334,7 +338,9 @@ def examiner() -> Examine:
     def examine(states: Sequence[State]) -> Pending:
         nonlocal earlier
         on_demand = any(state.setup.data.supply is not None for state in states)
-        changing = any(optional(state.setup.terms.algorithm, "predicting") for state in states)
+        changing = any(
+            optional(state.setup.terms.algorithm, name) for state in states for name in ("predicting", "adapted")
+        )
         if not earlier or on_demand or changing or not states[0].targets.is_cuda:
             asked = measure_together(states, earlier or [None] * len(states))
             earlier = asked.predictions

@@ -19,7 +19,7 @@ from fedcpsl.data.federation import Federation
 from fedcpsl.data.readers import read_archive
 from fedcpsl.data.split import LABELLED, TEST, UNLABELLED
 from fedcpsl.errors import InputError
-from fedcpsl.evaluation import predict
+from fedcpsl.evaluation import own_models, predict
 from fedcpsl.schedule import DeviceRound, Draw, Drawn, Probe, draw_by_weight
 from fedcpsl.simulation import Setup, State, initial_state, prepare
 from fedcpsl.simulation.rounds import next_state
@@ -208,6 +208,9 @@ def _recorded(state: State) -> list[tuple[str, int | None, str, NDArray[Any]]]:
         add(state.device(i), "device", i, f"{at}/device{i}")
         if any(name.startswith("broadcast.") for name in called):
             add(setup.terms.sent_to(state.server, i), "broadcast", i, f"{at}/device{i}")
+        if name := called.get("own_model"):
+            (own,) = own_models(state, [i], general)
+            found += [(name, i, f"{at}/device{i}/{name}{rest}", t) for rest, t in _by_name(setup, own).items()]
         found.append(("nu", i, f"{at}/device{i}/nu", state.nu(i).cpu().numpy()))
         found.append(("prediction", i, f"{at}/device{i}/prediction", predictions[setup.data.test.rows(i)]))
     computed = objectives(state)._asdict() if applies(setup.terms.method) else {}

@@ -83,12 +83,16 @@ def check_adaptable(run: SavedRun) -> None:
 
 
 def adapt(run: SavedRun, data: Data, name: str, rounds: int) -> Adapted:
-    """Train theta_lc from the run's theta against h(theta) on the device's own samples, labelled once at theta."""
+    """Train theta_lc from the run's theta against h(theta) on the device's own samples, labelled once at theta.
+
+    Where a device's model is made of theta and its labels alone (`adapted`), no round is needed.
+    """
     check_adaptable(run)
     algorithm = run.config.algorithm
     data = _with_columns(data, run.config.data)
     federation = _federation(run, data, name)
-    newcomer = optional(find_algorithm(algorithm.name)[0], "newcomer")
+    newcomer, adapted = (optional(find_algorithm(algorithm.name)[0], name) for name in ("newcomer", "adapted"))
+    rounds = 0 if adapted else rounds
     config = replace(
         run.config,
         data=replace(data, devices=1, normalise="standard" if run.scaling else "none"),

@@ -20,7 +20,15 @@ from torch import Tensor
 
 from fedcpsl.algorithm import optional
 from fedcpsl.errors import InputError, RunError, printable
-from fedcpsl.federation.local_training import Clock, LocalData, answer, initial_pseudo_labels, log_predictions, train
+from fedcpsl.federation.local_training import (
+    Clock,
+    LocalData,
+    adapted_model,
+    answer,
+    initial_pseudo_labels,
+    log_predictions,
+    train,
+)
 from fedcpsl.federation.messages import (
     HELLO,
     PROBE,
@@ -66,6 +74,7 @@ class DeviceState(NamedTuple):
     nu: Tensor  # [unlabelled, classes]; no rows where unlabelled samples are not used
     active_rounds: int
     epoch: int = 0  # of the control variates
+    adapted: Tensor | None = None  # the model received, adapted to the samples: it predicts also without them
     answer: Reply | None = None  # the last one in a second exchange, to be sent again if the instruction is repeated
 
 
@@ -108,7 +117,8 @@ def carry_out(participant: Participant, instruction: Instruction, clock: Clock =
         if state.last is not None and instruction.attempt <= state.last:
             return _repeat_reply(state, instruction)
         state = resolve_pending(participant.terms, state, instruction.counted, instruction.factor)
-        state = state._replace(received=instruction.broadcast)
+        adapted = adapted_model(participant.terms, instruction.broadcast, participant.local_data)
+        state = state._replace(received=instruction.broadcast, adapted=adapted)
         if instruction.kind == TRAIN:
             state, reply = _train(participant, state._replace(last=instruction.attempt), instruction, clock)
         else:
@@ -224,6 +234,7 @@ def _initial_state(participant: Participant, instruction: Instruction) -> Device
         nu=initial_pseudo_labels(terms, local_data).cpu(),
         active_rounds=0,
         epoch=instruction.epoch,
+        adapted=adapted_model(terms, instruction.broadcast, local_data),
     )
 
 
@@ -246,7 +257,7 @@ def _accuracy(participant: Participant, state: DeviceState) -> float | None:
 def _log_predictions(participant: Participant, state: DeviceState, x: Tensor) -> Tensor:
     where = participant.terms.where
     received, device = (map_tensors(lambda t: t.to(where), tree) for tree in (state.received, state.committed))
-    return log_predictions(participant.terms, received, device, x)
+    return log_predictions(participant.terms, received, device, x, state.adapted)
 
 
 def refusal(message: Message, reason: str, *, later: bool = False) -> Message:
@@ -314,6 +325,7 @@ def save_device_state(folder: Path, state: DeviceState) -> None:
     """Write the state, and return once it is on disk."""
     pending, tensors = state.pending, {"nu": state.nu}
     tensors |= named_leaves(state.committed, "committed") | named_leaves(state.received, "received")
+    tensors |= {} if state.adapted is None else {"adapted": state.adapted}
     names = ("run", "labelled", "unlabelled", "active_rounds", "epoch")
     header: dict[str, Any] = {name: getattr(state, name) for name in names}
     header |= {"counted": state.counted, "last": state.last}
@@ -347,6 +359,7 @@ def load_device_state(folder: Path, terms: Terms) -> DeviceState | None:
             nu=tensors["nu"],
             active_rounds=header["active_rounds"],
             epoch=header.get("epoch", 0),
+            adapted=tensors.get("adapted"),
             answer=_last_answer(header, tensors, shapes),
         )
     except KeyError as error:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedcpsl.algorithm import Visit, optional, predicting
 from fedcpsl.data.federation import Federation
-from fedcpsl.device_round import device_round, is_relabelled, relabelled
+from fedcpsl.device_round import all_labelled, device_round, is_relabelled, relabelled
 from fedcpsl.errors import RunError
 from fedcpsl.federation.messages import Instruction
 from fedcpsl.federation.terms import Terms
@@ -32,6 +32,10 @@ class LocalData(NamedTuple):
     x_unlabelled: Tensor
     x_test: Tensor
     y_test: Tensor
+
+    @property
+    def all_labelled(self) -> Samples:
+        return all_labelled(self.x_labelled, self.labels)
 
     @property
     def labelled(self) -> int:
@@ -227,11 +231,22 @@ def initial_pseudo_labels(terms: Terms, local_data: LocalData) -> Tensor:
     return torch.full((count, classes), 1 / classes, dtype=terms.dtype, device=terms.where)
 
 
-def log_predictions(terms: Terms, received: Tree, device: Tree, x: Tensor) -> Tensor:
+def adapted_model(terms: Terms, received: Tree, local_data: LocalData) -> Tensor | None:
+    """Return the model of a broadcast adapted to a device's labelled samples; None where the algorithm does not."""
+    adapted, received = optional(terms.algorithm, "adapted"), map_tensors(lambda t: t.to(terms.where), received)
+    if adapted is None:
+        return None
+    general = terms.algorithm.received_model(terms.method, received)
+    found: Tensor = adapted(terms.method, terms.hyper, general, local_data.all_labelled).cpu()
+    return found
+
+
+def log_predictions(terms: Terms, received: Tree, device: Tree, x: Tensor, adapted: Tensor | None = None) -> Tensor:
     """Return a device's predictions as log-probabilities, from the last broadcast and its own state."""
     algorithm, method = terms.algorithm, terms.method
     general = algorithm.received_model(method, received)
-    models = general, algorithm.own_model(method, terms.hyper, device, general)
+    own = algorithm.own_model(method, terms.hyper, device, general) if adapted is None else adapted.to(terms.where)
+    models = general, own
     hyper = predicting(algorithm, method, terms.hyper, device)
     pieces = []
     with torch.no_grad():

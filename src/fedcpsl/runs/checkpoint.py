@@ -13,7 +13,7 @@ from fedcpsl.algorithm import optional
 from fedcpsl.data.scaling import Scaling
 from fedcpsl.engine import Network
 from fedcpsl.errors import RunError
-from fedcpsl.evaluation import prediction_numbers
+from fedcpsl.evaluation import own_models, prediction_numbers
 from fedcpsl.runs.folder import metrics_digest
 from fedcpsl.simulation import Setup, State
 from fedcpsl.simulation.store import Sparse, put_rows, sparse_states
@@ -84,12 +84,13 @@ def save_models(folder: Path, state: State, scaling: Scaling | None) -> None:
     network, general = method.network, setup.terms.algorithm.general_model(method, state.server)
     models = {} if general is None else {f"global/{name}": t for name, t in network.named(general).items()}
     if method.traits.personal:
-        there = range(setup.terms.devices) if state.sparse is None else np.flatnonzero(state.sparse.there).tolist()
-        for i in there:
-            own = setup.terms.algorithm.own_model(method, state.hyper(i), state.device(i), general)
-            assert own is not None
+        there = np.ones(setup.terms.devices, bool) if state.sparse is None else state.sparse.there
+        if optional(setup.terms.algorithm, "adapted") and setup.data.supply is None:
+            there = np.ones_like(there)  # it takes no visit
+        for i in np.flatnonzero(there).tolist():
+            (own,) = own_models(state, [i], general, method)
             models |= {f"device{i}/localized/{name}": t for name, t in network.named(own).items()}
-        models |= _prediction_tensors(state, there)
+        models |= _prediction_tensors(state, np.flatnonzero(there).tolist())
     models |= {f"fixed/{name}": t for name, t in fixed_tensors(network).items()}
     if scaling:
         models |= {"input/shift": torch.from_numpy(scaling.shift), "input/scale": torch.from_numpy(scaling.scale)}

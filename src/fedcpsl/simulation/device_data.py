@@ -13,6 +13,8 @@ from fedcpsl.data.federation import Federation
 from fedcpsl.data.ondemand import OnDemand
 from fedcpsl.data.scaling import Scaling
 from fedcpsl.data.split import TEST, UNLABELLED, VALIDATION
+from fedcpsl.device_round import all_labelled
+from fedcpsl.problem import Samples
 from fedcpsl.settings import AUTO
 from fedcpsl.simulation.store import Map, put_rows, shared_memory, shared_zeros
 
@@ -97,6 +99,15 @@ class DeviceData(NamedTuple):
     def visit(self, device: int) -> Visit:
         """What a device holds, for an algorithm that looks at all of it."""
         return Visit(self.label_counts(device), self.x(self.unlabelled_rows(device)))
+
+    def labelled_samples(self, device: int) -> Samples:
+        """All labelled samples of a device, also of one whose samples are made on demand."""
+        first, count = int(self.start[device]), int(self.labelled[device])
+        if self.supply is None:
+            return all_labelled(self.x(slice(first, first + count)), self.one_hot[first : first + count])
+        made = self.supply.samples(device)
+        x, y = (torch.from_numpy(np.asarray(t[:count])).to(self.where) for t in (made.x, made.y))
+        return all_labelled(x.to(self.dtype), torch.nn.functional.one_hot(y, self.one_hot.shape[1]).to(self.dtype))
 
     def unlabelled_rows(self, device: int) -> slice:
         first = int(self.start[device] + self.labelled[device])

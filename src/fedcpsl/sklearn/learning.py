@@ -150,6 +150,8 @@ def _last(setup: Setup) -> State:
 def _have_trained(state: State) -> NDArray[np.bool_]:
     """Return which devices have trained: active ones; in personal rounds all with samples that the algorithm uses."""
     setup = state.setup
+    if optional(setup.terms.algorithm, "adapted"):
+        return setup.terms.sizes.labelled > 0
     usable = setup.terms.sizes.labelled + setup.terms.method.traits.unlabelled * setup.terms.sizes.unlabelled
     return (state.active_rounds > 0) | (setup.terms.personal_rounds > 0) & (usable > 0)
 
