@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from fedcpsl.runs.study import Study
 
 PAPER = "table, beta, momentum, shvr, apfl, hlu, or all of these"
-OTHERS = "successor, successor-tune, successor-parts; tune; labels, ablation, parts, classes, dirichlet, shards, gap; har, har-tune"
+OTHERS = (
+    "successor, successor-tune, successor-parts; tune; labels, ablation, parts, classes, dirichlet, shards, gap; "
+    "har, har-tune"
+)
 
 
 def add_paper(commands: Any) -> None:
