@@ -17,7 +17,7 @@ a tree of tensors (`fedcpsl.trees`), and an empty tensor as something that this 
 **And its settings**: a dataclass `Settings`, whose fields the command line, TOML files, sweeps and the manual know.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -188,8 +188,16 @@ class Algorithm(Protocol):
 class Visit(NamedTuple):
     """What a device holds when it is visited: what `prepare` looks at."""
 
-    labels: Tensor  # [classes]: how many of its labelled samples each class has
-    x: Tensor  # [unlabelled samples, ...]
+    labels: Tensor  # [..., classes]: how many of its labelled samples each class has
+    unlabelled: Tensor  # [...]: how many unlabelled samples it has
+    pieces: Callable[[], Iterator[tuple[Tensor, Tensor]]]  # those samples, some at a time: x [..., rows, *shape], and
+    # [..., rows], 1 where there is one and 0 where a row only fills a gap, because another device has more
+
+
+def visit_of(labels: Tensor, x: Tensor) -> Visit:
+    """What one device holds, from its label counts and its unlabelled inputs [samples, *shape]."""
+    pieces = x.split(4096) if len(x) else ()
+    return Visit(labels, labels.new_tensor(len(x)), lambda: ((some, labels.new_ones(len(some))) for some in pieces))
 
 
 class Roster(NamedTuple):
