@@ -79,7 +79,7 @@ class Settings:
     )
     em_steps: int = whole(3, "steps of expectation-maximisation a visit, from a device's second visit on", 1)
     em_weight: float = real(10.0, "how many labels a device's unlabelled samples count for in the prior, at most", 0)
-    prior_in_costs: float = real(0.5, "weight of the prior in the costs, the rest is uniform", 0, 1)
+    prior_in_costs: float = real(0.8, "weight of the prior in the costs, the rest is uniform", 0, 1)
     prior_floor: float = real(0.02, "weight of the uniform distribution in the prior of predictions", 0, 1)
     lambda_u: float = real(1.0, "weight of unlabelled samples in the costs", 0)
     tau: float = real(0.8, "how confident a prediction must be to become a pseudo-label", 0, 1)
