@@ -28,6 +28,7 @@ CASES = {
     "ditto": ({"name": "ditto"}, {"personal_rounds": 1}, {}),
     "fedamp": ({"name": "fedamp"}, {}, {"executor": "vectorised"}),
     "fedcpsl2": ({"name": "fedcpsl2"}, {"joiners": 2, "join_round": 2, "active": 3}, {}),
+    "fedhar": ({"name": "fedhar", "T": 3}, {"personal_rounds": 1}, {"executor": "vectorised"}),
     "perfedavg": ({"name": "perfedavg-hf"}, {}, {}),
     "flexmatch": (
         {"name": "flexmatch", "tau": 0.4},

@@ -20,10 +20,11 @@ from fedcpsl.data.readers import read_archive
 from fedcpsl.data.split import LABELLED, TEST, UNLABELLED
 from fedcpsl.errors import InputError
 from fedcpsl.evaluation import own_models, predict
-from fedcpsl.schedule import DeviceRound, Draw, Drawn
+from fedcpsl.schedule import DeviceRound, Draw, Drawn, runs_from
 from fedcpsl.simulation import Setup, State, initial_state, prepare
 from fedcpsl.simulation.rounds import next_state
 from fedcpsl.theory import applies, objectives
+from fedcpsl.trees import named_leaves
 from fedcpsl.views import Views
 
 RELATIVE, ABSOLUTE = 1e-9, 1e-11
@@ -130,6 +131,7 @@ def _federation(vector: Vector) -> Federation:
         role=np.concatenate([np.full(len(x), role, np.int8) for _, role, x in pieces]),
         classes=vector["meta"]["sizes"][-1],
         names=tuple(str(i) for i in range(devices)),
+        recording=np.concatenate([np.full(len(x), i) for i, _, x in pieces]),
     )
 
 
@@ -151,10 +153,17 @@ def _plan(vector: Vector, r: int, draws: Sequence[Draw]) -> list[DeviceRound]:
             vector[f"{at}/device{i}/batch_l"],
             vector[f"{at}/device{i}/batch_u"],
             lost=i in lost,
-            extra={draw.name: Drawn(vector[f"{at}/device{i}/{draw.name}"]) for draw in draws},
+            extra={draw.name: _drawn(draw, vector[f"{at}/device{i}/{draw.name}"], int(count)) for draw in draws},
         )
         for i, count in sorted(zip(active, steps, strict=True))
     ]
+
+
+def _drawn(draw: Draw, recorded: NDArray[np.int64], steps: int) -> Drawn:
+    """Return a recorded draw; of runs a vector has the first samples, none where a device has no run."""
+    if draw.of != "runs":
+        return Drawn(recorded)
+    return Drawn(runs_from(recorded, draw.size) if len(recorded) else np.empty((steps, 0), np.int64))
 
 
 def _with_recorded_views(vector: Vector, setup: Setup) -> tuple[Setup, dict[tuple[int, int], NDArray[np.int64]]]:
@@ -207,7 +216,7 @@ def _recorded(state: State) -> list[tuple[str, int | None, str, NDArray[Any]]]:
     predictions = predict(state, setup.data.test).personal.exp().cpu().numpy()
 
     def add(tree: Any, side: str, device: int | None, key: str) -> None:
-        for field, value in tree._asdict().items():
+        for field, value in named_leaves(tree).items():
             name = called.get(f"{side}.{field}", field)
             if side == "device" and field in setup.terms.method.traits.per_sample:
                 own = value[: setup.terms.sizes.unlabelled[device]]
