@@ -27,6 +27,8 @@ CASES = {
     "feddyn": ({"name": "feddyn"}, {"joiners": 2, "join_round": 2, "active": 3}, {}),
     "ditto": ({"name": "ditto"}, {"personal_rounds": 1}, {}),
     "fedamp": ({"name": "fedamp"}, {}, {"executor": "vectorised"}),
+    "afl": ({"name": "afl"}, {"joiners": 2, "join_round": 2, "active": 3}, {}),
+    "drfa": ({"name": "drfa"}, {"joiners": 2, "join_round": 2, "active": 3}, {"executor": "vectorised"}),
     "fedcpsl2": ({"name": "fedcpsl2"}, {"joiners": 2, "join_round": 2, "active": 3}, {}),
     "fedhar": ({"name": "fedhar", "T": 3}, {"personal_rounds": 1}, {"executor": "vectorised"}),
     "perfedavg": ({"name": "perfedavg-hf"}, {}, {}),

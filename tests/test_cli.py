@@ -160,7 +160,7 @@ BAD_SETTINGS = [
     (["--algorithm", "fedshvr"], "this algorithm needs every device"),
     (["--dataset", "digit"], "did you mean 'digits'"),
     (["--device", "cuda"], "what to compute on is given with --processor"),
-    (["--algorithm", "fedprox"], "no such algorithm; known: apfl, "),
+    (["--algorithm", "qwerty"], "no such algorithm; known: afl, "),
     (["--processor", "tpu9"], "run.device = 'tpu9'"),
     (["--processor", "cuda"], "run.device = 'cuda'"),
     (["--executor", "fast"], 'one of "auto", "sequential", "vectorised"'),

@@ -218,7 +218,13 @@ def test_inputs_are_not_modified(name):
     else:
         added = algorithm.contribution(method, hyper, upload, weights[:, 0])
         algorithm.apply(method, server, map_tensors(lambda t: t.sum(0), added), 5)
-    algorithm.admit(method, server, Roster(2, 10), Roster(3, 20))
+    if weights_of := optional(algorithm, "draw_weights"):
+        assert weights_of(method, server).shape == (5,)
+    if method.traits.probe:
+        asked = algorithm.probe_broadcast(method, server)
+        answers = algorithm.probe_upload(method, hyper, asked, samples)
+        algorithm.probe_receive(method, server, torch.arange(5), answers)
+    algorithm.admit(method, server, Roster(5, 10, [1] * 5), Roster(6, 20, [1] * 6))
     log_h = torch.log_softmax(x[..., :3], -1)
     algorithm.predict(method, predicting(algorithm, method, hyper, device), log_h, log_h)
     for state_before, state_after in zip(before, given_in, strict=True):

@@ -15,6 +15,7 @@ from fedcpsl.federation.device import LoopbackTransport, carry_out, load_device_
 from fedcpsl.federation.messages import (
     END,
     HELLO,
+    PROBE,
     TRAIN,
     UNSET,
     Attempt,
@@ -53,8 +54,8 @@ def served(setup, folder, transport, **chosen):
 
 def lost_as_in_the_simulator(_name, message):
     round, index = message.header["round"], message.header["device"]
-    lost = message.header["kind"] == TRAIN and stream(SEED, "upload", round, index).random() < LOSS_RATE
-    return ("lose reply", 0) if lost else None
+    purpose = {TRAIN: "upload", PROBE: "answers"}.get(message.header["kind"])
+    return ("lose reply", 0) if purpose and stream(SEED, purpose, round, index).random() < LOSS_RATE else None
 
 
 def nothing_fails(_name, _message):

@@ -1,6 +1,7 @@
 """docs/algorithm.md: its file, put where algorithms are found, runs, is right, and passes the conformance suite."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,53 +15,57 @@ PAGE = [block for block in BLOCKS if block.page == "algorithm.md" and block.lang
 
 
 @pytest.fixture
-def fedprox(tmp_path, monkeypatch):
-    """The page's first block as a file of the package, for as long as a test lasts."""
-    (tmp_path / "fedprox.py").write_text(PAGE[0].content)
+def added(tmp_path, monkeypatch):
+    """The page's first block, under another name, as a file of the package for as long as a test lasts."""
+    (tmp_path / "fedpull.py").write_text(PAGE[0].content.replace("fedprox", "fedpull"))
     monkeypatch.setattr(algorithms, "__path__", [*algorithms.__path__, str(tmp_path)])
     algorithms.all_algorithms.cache_clear()
-    yield "fedprox"
+    yield "fedpull"
     algorithms.all_algorithms.cache_clear()
-    sys.modules.pop("fedcpsl.algorithms.fedprox", None)
-    vars(algorithms).pop("fedprox", None)
+    sys.modules.pop("fedcpsl.algorithms.fedpull", None)
+    vars(algorithms).pop("fedpull", None)
 
 
-def test_the_other_blocks_of_the_page_run(fedprox, capsys):
+def test_the_page_shows_the_file_as_it_is():
+    assert PAGE[0].content.strip() == (Path(algorithms.__file__).parent / "fedprox.py").read_text().strip()
+
+
+def test_the_other_blocks_of_the_page_run(capsys):
     names = {"__name__": "docs"}
     for block in PAGE[1:]:
         exec(compile(block.content, f"algorithm.md:{block.line}", "exec"), names)
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("fedavg")
-    assert second.startswith(fedprox)
+    assert second.startswith("fedprox")
     assert first.split()[1] != second.split()[1]  # it does pull
 
 
 @pytest.mark.parametrize("executor", ["sequential", "vectorised"])
-def test_a_round_is_deterministic(fedprox, executor):
-    suite.test_a_round_is_deterministic(fedprox, executor)
+def test_a_round_is_deterministic(added, executor):
+    suite.test_a_round_is_deterministic(added, executor)
 
 
 @pytest.mark.parametrize(
     "check", [suite.test_executors_agree, suite.test_padding_changes_nothing, suite.test_inputs_are_not_modified]
 )
-def test_it_passes_the_suite(fedprox, check):
-    check(fedprox)
+def test_it_passes_the_suite(added, check):
+    check(added)
 
 
 @pytest.mark.parametrize("slots", [1, 3])
-def test_chunking_changes_nothing(fedprox, slots):
-    suite.test_chunking_changes_nothing(fedprox, slots)
+def test_chunking_changes_nothing(added, slots):
+    suite.test_chunking_changes_nothing(added, slots)
 
 
-def test_states_survive_saving(fedprox, tmp_path):
-    suite.test_states_survive_saving(fedprox, tmp_path)
+def test_states_survive_saving(added, tmp_path):
+    suite.test_states_survive_saving(added, tmp_path)
 
 
-def test_its_commands_run(fedprox, tmp_path, monkeypatch):
+def test_its_commands_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shell = [block for block in BLOCKS if block.page == "algorithm.md" and block.language == "bash"]
     given = [words for block in shell for words in commands(block)]
     assert [words[0] for words in given] == ["fedcpsl", "fedcpsl", "fedcpsl"]
     for _, command, *arguments in given:
-        assert fedprox in " ".join(arguments)
+        assert "fedprox" in " ".join(arguments)
         assert run_command([command, *arguments, *LESS_WORK[command]]) == 0

@@ -25,7 +25,7 @@ from .conftest import small_federation, small_model
 from .small_runs import answers_of, ask, table_run, write_table
 from .test_conformance import WORK, assert_equal, final, make
 
-NEW = ("feddyn", "ditto", "fedamp", "fedcpsl2", "perfedavg-fo", "flexmatch")
+NEW = ("feddyn", "ditto", "fedamp", "fedcpsl2", "perfedavg-fo", "flexmatch", "afl", "drfa", "fednova", "pfedme")
 FEW = ["--rounds", "2", "--set", "run.processes=1"]
 
 
@@ -93,6 +93,16 @@ def test_what_two_algorithms_share_is_carried_over():
     other = with_settings(begun, {"algorithm.lam": 2.0, "algorithm.name": "ditto"}).algorithm
     assert other == ditto.Settings(eta=0.3, eta_lc=0.4, lam=2.0)
     assert with_settings(Config(algorithm=other), {"algorithm.name": "apfl"}).algorithm.eta_lc == 0.4
+
+
+def test_what_was_not_chosen_is_each_algorithms_own_default():
+    """FedCPSL's momentum is 0.8, FedNova's 0; `mean_steps` is no server step of pFedMe's."""
+    assert with_settings(Config(), {"algorithm.name": "fednova"}).algorithm.gamma == 0
+    assert with_settings(Config(), {"algorithm.name": "pfedme"}).algorithm.eta_g == 1
+    chosen = with_settings(Config(), {"algorithm.gamma": 0.5})
+    assert with_settings(chosen, {"algorithm.name": "fednova"}).algorithm.gamma == 0.5
+    assert FedCPSLClassifier(algorithm="fednova")._config(3).algorithm.gamma == 0
+    assert FedCPSLClassifier(algorithm="fednova", gamma=0.3)._config(3).algorithm.gamma == 0.3
 
 
 @pytest.mark.parametrize(

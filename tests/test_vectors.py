@@ -44,6 +44,9 @@ def test_an_output_that_is_not_understood_is_a_difference():
         ("fedamp", "out/round2/device0/cloud/0.weight"),
         ("fedamp", "out/round1/theta/1.bias"),
         ("fedamp", "out/round4/device2/prediction"),
+        ("afl", "out/round2/lambda"),
+        ("drfa", "out/round3/lambda"),
+        ("pfedme", "out/round2/device1/personal/0.weight"),
     ],
 )
 def test_every_state_of_every_algorithm_is_compared(name, key):
@@ -57,6 +60,20 @@ def test_a_lost_upload_matters():
     vector = read_vector(FOLDER / "related" / "feddyn-plain-no-labels-lost.npz")
     vector["in/schedule/round2/lost"] = np.empty(0, np.int64)
     assert any(d.quantity == "H" and d.error > 1 for d in replay(vector, "sequential"))
+
+
+@pytest.mark.parametrize("key", ["uniform", "copies", "snapshot", "probed", "device2/probe"])
+def test_every_choice_of_the_server_matters(key):
+    vector = read_vector(FOLDER / "related" / "drfa-unequal-no-labels-lost.npz")
+    at = f"in/schedule/round1/{key}"
+    vector[at] = {
+        "uniform": lambda: 1 - vector[at],
+        "copies": lambda: vector[at][::-1] + 1,
+        "snapshot": lambda: np.maximum(vector[at] - 1, 1),
+        "probed": lambda: vector[at][:-1],
+        "device2/probe": lambda: 1 - vector[at],
+    }[key]()
+    assert any(d.error > 1 for d in replay(vector, "vectorised"))
 
 
 def test_a_changed_schedule_is_noticed():

@@ -20,6 +20,8 @@ a tree of tensors (`fedcpsl.trees`), and an empty tensor as something that this 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedcpsl.engine import Network
@@ -43,6 +45,9 @@ class Traits(NamedTuple):
     views: str | Views = ""  # of the samples of a step: "auto" by the shape of inputs, or see `fedcpsl.views`; "": none
     draws: tuple[Draw, ...] = ()  # of the schedule, beside the minibatch of each step
     per_sample: tuple[str, ...] = ()  # fields of `Device` with a row for each unlabelled sample (`most_unlabelled`)
+    probe: Draw | None = (
+        None  # of what some devices are asked about in a second exchange of each round; None: there is none
+    )
 
 
 class Method(NamedTuple):
@@ -87,6 +92,13 @@ class Algorithm(Protocol):
     device)`, a NamedTuple of them, where the device keeps some; for real devices `greeting`, `started_again`,
     `update_rate`, `not_deployable` and `OWN_NUMBERS` (see `fedcpsl.federation`); `invariants`, which the conformance
     suite checks; `RECORDED`, what fields are called in recorded runs.
+
+    Optional at the server: `draw_weights(method, server)`, [devices], in place of a uniform draw of devices; one that
+    is drawn twice works once, and its upload is added, or listed, twice. For a second exchange in a round, after
+    `apply` or `receive`, with devices that the schedule draws (`Traits.probe` says about which samples): the server
+    sends `probe_broadcast(method, server)`, the same to all, a device answers with `probe_upload(method, hyper,
+    broadcast, samples)`, and changes nothing by it, and `probe_receive(method, server, devices, uploads)` is the
+    `Server` after the answers that arrived, if any did. A round in which no upload is counted has none.
     """
 
     @property
@@ -149,7 +161,7 @@ class Algorithm(Protocol):
         ...
 
     def admit(self, method: Method, server: Tree, before: "Roster", after: "Roster") -> Tree:
-        """The `Server` after new devices joined."""
+        """The `Server` after new devices joined; also at the start, after nobody, and after some were forgotten."""
         ...
 
     def general_model(self, method: Method, server: Tree) -> Tensor | None:
@@ -181,10 +193,11 @@ class Visit(NamedTuple):
 
 
 class Roster(NamedTuple):
-    """The devices that have joined: how many, and their samples."""
+    """The devices that have joined: how many, their samples, and how many labelled ones each has."""
 
     devices: int
     samples: int
+    labelled: Sequence[int] | NDArray[np.int64] = ()  # in the order of joining, which numbers the devices
 
 
 def predicting(algorithm: Algorithm, method: Method, hyper: Tree, device: Tree) -> Tree:

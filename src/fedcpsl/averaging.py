@@ -142,6 +142,11 @@ def add_labelled_gradient(method: Method, into: Leaves, models: Leaves, samples:
     return method.network.add_gradient(into, models, *samples.inputs, LabelledCosts(samples))
 
 
+def descend_labelled(method: Method, models: Leaves, eta: Tensor, samples: Samples) -> Tensor:
+    """w <- w - eta g(w; B), in place; returns the costs. eta is [...], one for all models of a slot."""
+    return method.network.descend(models, eta[..., None], *samples.inputs, LabelledCosts(samples))
+
+
 def descend(models: Leaves, eta: Tensor, gradient: Leaves) -> None:
     """w <- w - eta gradient, in place; eta is [..., models]."""
     subtract_scaled(models, eta, gradient)

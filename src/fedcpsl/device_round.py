@@ -57,7 +57,7 @@ def begun(
     hyper: Tree,
     broadcast: Tree,
     device: Tree,
-    drawn: Mapping[str, Samples] | None,
+    drawn: Mapping[str, Samples | Tensor] | None,
 ) -> Tree:
     """The working state before the first step: begin, then `use_draws` where samples were drawn for the visit."""
     local = algorithm.begin(method, hyper, broadcast, device)
@@ -72,7 +72,7 @@ def device_round(
     device: Tree,
     minibatches: Iterable[Samples],
     stop_after: Callable[[int], bool] = lambda _: False,
-    drawn: Mapping[str, Samples] | None = None,
+    drawn: Mapping[str, Samples | Tensor] | None = None,
 ) -> Trained:
     """begin, a step on each minibatch until `stop_after(steps)`, finish; `drawn`: what the draws of the visit gave."""
     local, steps = begun(algorithm, method, hyper, broadcast, device, drawn), 0

@@ -20,7 +20,7 @@ from fedcpsl.data.readers import read_archive
 from fedcpsl.data.split import LABELLED, TEST, UNLABELLED
 from fedcpsl.errors import InputError
 from fedcpsl.evaluation import own_models, predict
-from fedcpsl.schedule import DeviceRound, Draw, Drawn, runs_from
+from fedcpsl.schedule import DeviceRound, Draw, Drawn, Probe, draw_by_weight, runs_from
 from fedcpsl.simulation import Setup, State, initial_state, prepare
 from fedcpsl.simulation.rounds import next_state
 from fedcpsl.theory import applies, objectives
@@ -69,8 +69,12 @@ def replay(vector: Vector, executor: str, device: str = "cpu") -> Iterator[Diffe
         state = initial_state(setup)
         yield from _compare(vector, state)
         for r in range(rounds):
-            plan = _plan(vector, r, setup.terms.method.traits.draws)
-            state = next_state(state, [task._replace(views=views.get((r, task.device))) for task in plan])
+            yield from _compare_draw(vector, state)
+            traits = setup.terms.method.traits
+            plan = _plan(vector, r, traits.draws)
+            probes = _probes(vector, r, traits.probe) if traits.probe else None
+            plan = [task._replace(views=views.get((r, task.device))) for task in plan]
+            state = next_state(state, plan, probes=probes)
             yield from _compare(vector, state)
         yield from _compare_predictions(vector, state)
         yield from _not_compared(vector, state)
@@ -146,6 +150,17 @@ def _plan(vector: Vector, r: int, draws: Sequence[Draw]) -> list[DeviceRound]:
     at = f"in/schedule/round{r}"
     active, steps = vector[f"{at}/active"].tolist(), vector[f"{at}/steps"].tolist()
     lost = set(vector.get(f"{at}/lost", np.empty(0, np.int64)).tolist())
+    copies = vector.get(f"{at}/copies", np.ones(len(active), np.int64)).tolist()
+
+    def drawn(draw: Draw, device: int) -> Drawn:
+        if draw.of == "step":
+            return Drawn(vector[f"{at}/{draw.name}"][active.index(device)])
+        found = vector[f"{at}/device{device}/{draw.name}"]
+        if draw.of != "runs":
+            return Drawn(found)
+        count = steps[active.index(device)]  # a vector has the first samples of runs, none where a device has no run
+        return Drawn(runs_from(found, draw.size) if len(found) else np.empty((count, 0), np.int64))
+
     return [
         DeviceRound(
             int(i),
@@ -153,17 +168,11 @@ def _plan(vector: Vector, r: int, draws: Sequence[Draw]) -> list[DeviceRound]:
             vector[f"{at}/device{i}/batch_l"],
             vector[f"{at}/device{i}/batch_u"],
             lost=i in lost,
-            extra={draw.name: _drawn(draw, vector[f"{at}/device{i}/{draw.name}"], int(count)) for draw in draws},
+            copies=int(times),
+            extra={draw.name: drawn(draw, i) for draw in draws},
         )
-        for i, count in sorted(zip(active, steps, strict=True))
+        for i, count, times in sorted(zip(active, steps, copies, strict=True))
     ]
-
-
-def _drawn(draw: Draw, recorded: NDArray[np.int64], steps: int) -> Drawn:
-    """Return a recorded draw; of runs a vector has the first samples, none where a device has no run."""
-    if draw.of != "runs":
-        return Drawn(recorded)
-    return Drawn(runs_from(recorded, draw.size) if len(recorded) else np.empty((steps, 0), np.int64))
 
 
 def _with_recorded_views(vector: Vector, setup: Setup) -> tuple[Setup, dict[tuple[int, int], NDArray[np.int64]]]:
@@ -200,6 +209,21 @@ def _view_keys(
             tables.append(found.reshape(-1, *found.shape[2:]))
         pieces.append(own)
     return np.concatenate(pieces, 1)
+
+
+def _probes(vector: Vector, r: int, draw: Draw) -> list[Probe]:
+    at = f"in/schedule/round{r}"
+    return [Probe(i, Drawn(vector[f"{at}/device{i}/{draw.name}"])) for i in vector[f"{at}/probed"].tolist()]
+
+
+def _compare_draw(vector: Vector, state: State) -> Iterator[Difference]:
+    """Yield the differences of who is drawn by the server's weights, and how often, where numbers are recorded."""
+    at, terms = f"in/schedule/round{state.round}", state.setup.terms
+    if f"{at}/uniform" in vector:
+        weights = optional(terms.algorithm, "draw_weights")(terms.method, state.server)
+        drawn = draw_by_weight(weights.cpu().numpy(), vector[f"{at}/uniform"])
+        for quantity, found in (("active", drawn.keys()), ("copies", drawn.values())):
+            yield _difference(quantity, state.round, None, np.array([*found]), vector[f"{at}/{quantity}"])
 
 
 def _compare(vector: Vector, state: State) -> Iterator[Difference]:

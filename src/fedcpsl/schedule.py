@@ -6,7 +6,7 @@ name: compared algorithms meet the same devices and samples, and neither executo
 
 from collections.abc import Mapping, Sequence
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -27,6 +27,9 @@ PURPOSES = (
     "views",
     "step_size",
     "extra",
+    "weights",
+    "probed",
+    "answers",
 )
 
 
@@ -69,7 +72,8 @@ class Draw(NamedTuple):
     """An extra draw that an algorithm asks for: of which samples, how many, and for each step or once a visit."""
 
     name: str  # in `Samples.extra`, and in recorded runs
-    of: str = "labelled"  # or "unlabelled"; "runs": consecutive unlabelled samples of one recording
+    of: str = "labelled"  # or "unlabelled"; "runs": consecutive unlabelled samples of one recording; or "step": of a
+    # visit, one of its steps, after the same share for all
     size: int = 0  # samples; 0: as many as a minibatch has of them
     per_visit: bool = False  # whether it is given to `use_draws` before the first step, in place of a row to each step
 
@@ -77,7 +81,8 @@ class Draw(NamedTuple):
 class Drawn(NamedTuple):
     """What an extra draw gave one device."""
 
-    rows: NDArray[np.int64]  # [steps, size], or [size] of a visit: indices into its samples; none where it has none
+    rows: NDArray[np.int64]  # [steps, size], or [size] of a visit: indices into its samples; none where it has none;
+    # or one number, which of its steps, 1 for the first
     keys: NDArray[np.int64] | None = None  # [steps, size]: for dropout
 
 
@@ -97,7 +102,16 @@ class DeviceRound(NamedTuple):
     personal: bool = False  # whether it trains its localized model alone
     keys: NDArray[np.int64] | None = None  # [steps, rows]: for dropout
     views: NDArray[np.int64] | None = None  # [steps, rows + unlabelled rows]: for weak, then strong views of samples
+    copies: int = 1  # how often it was drawn: it works once, and its upload counts as often
     extra: Mapping[str, Drawn] = NOTHING_EXTRA  # what the algorithm's own draws gave, by name
+
+
+class Probe(NamedTuple):
+    """One device's part of the second exchange of a round."""
+
+    device: int
+    drawn: Drawn
+    lost: bool = False  # whether its answer is
 
 
 class Sizes(NamedTuple):
@@ -123,6 +137,25 @@ def steps_per_epoch(n: int, m: int, work: Work, unlabelled: bool) -> int:
 def draw_active(seed: int, round: int, roster: Sequence[int] | NDArray[np.int64], active: int) -> list[int]:
     """m devices uniformly without replacement; a larger m adds devices to the same ones."""
     return sorted(stream(seed, "participation", round).permutation(np.asarray(roster))[:active].tolist())
+
+
+def draw_numbers(seed: int, round: int, count: int, skip: int = 0) -> NDArray[np.float64]:
+    """Numbers in [0, 1) that draw devices by weight, after the first `skip`; a larger count adds to the same ones."""
+    return stream(seed, "weights", round).random(skip + count)[skip:]
+
+
+def draw_by_weight(weights: NDArray[Any], numbers: NDArray[np.float64]) -> dict[int, int]:
+    """Devices, in ascending order, and how often each was drawn: a number u draws the least i with c_i > u c_N.
+
+    c_i is the sum of the weights up to that of device i. Nobody is drawn where no weight is positive.
+    """
+    sums = np.cumsum(weights, dtype=np.float64)
+    if not (len(sums) and sums[-1] > 0):
+        return {}
+    last = np.searchsorted(sums, sums[-1])  # rounding may make u c_N as large as c_N
+    drawn = np.minimum(np.searchsorted(sums, numbers * sums[-1], side="right"), last)
+    devices, copies = np.unique(drawn, return_counts=True)
+    return dict(zip(devices.tolist(), copies.tolist(), strict=True))
 
 
 def draw_steps(seed: int, round: int, device: int, sizes: Sizes, work: Work, unlabelled: bool) -> int:
@@ -186,6 +219,9 @@ def draw_extra(
 
     `recordings` has the lengths of every device's recordings, for runs.
     """
+    if draw.of == "step":
+        share = 1 - stream(seed, "extra", round, crc32(draw.name.encode())).random()  # in (0, 1], of all devices
+        return Drawn(np.array(ceil(share * steps)))
     shape, place = draw_shape(draw, steps, work), (round, device, crc32(draw.name.encode()))
     starts = run_starts(recordings[device] if recordings else NO_RECORDINGS, draw.size) if draw.of == "runs" else None
     counts = sizes.labelled if draw.of == "labelled" else sizes.unlabelled
@@ -211,6 +247,18 @@ def run_starts(lengths: NDArray[np.int64], size: int) -> NDArray[np.int64]:
 def runs_from(starts: NDArray[np.int64], size: int) -> NDArray[np.int64]:
     """The samples of runs that begin at given ones, [..., size]; none where there are no runs."""
     return starts[..., None] + np.arange(size)
+
+
+def draw_probes(
+    draw: Draw, seed: int, round: int, roster: Sequence[int] | NDArray[np.int64], sizes: Sizes, work: Work
+) -> list[Probe]:
+    """Who is asked in the second exchange of a round, m devices uniformly, about which samples, and what is lost."""
+    order = stream(seed, "probed", round).permutation(np.asarray(roster))
+    found = []
+    for device in sorted(order[: work.active].tolist()):
+        lost = work.loss_rate > 0 and bool(stream(seed, "answers", round, device).random() < work.loss_rate)
+        found.append(Probe(device, draw_extra(draw, seed, round, device, 1, sizes, work), lost))
+    return found
 
 
 def draw_shape(draw: Draw, steps: int, work: Work) -> tuple[int, ...]:

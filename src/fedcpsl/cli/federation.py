@@ -16,7 +16,8 @@ UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 WHAT_IS_SENT = """What leaves this device, and nothing else:
   once           how many labelled and unlabelled training samples it has
   in each round  theta_i - theta, the change of its copy of the global model: one number per parameter{protected};
-                 and how many steps it took
+                 and how many steps it took; where the algorithm asks for it, a second such change, or the mean loss
+                 of a model that it was sent on a few of its labelled samples
   {accuracy}
   where it cannot take part, one line that says why
 Around it, in every request: its name, the time, the SHA-256 of what it sends, and a signature of these with its key.

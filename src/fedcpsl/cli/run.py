@@ -128,6 +128,7 @@ def _conclude(outcome: Any) -> int:
 def _dry_run(experiment: Any) -> int:
     from rich.console import Console
 
+    from fedcpsl.algorithm import optional
     from fedcpsl.config import to_toml
     from fedcpsl.report.terminal import planned_steps, print_table, shown_devices, split_table
 
@@ -136,9 +137,11 @@ def _dry_run(experiment: Any) -> int:
     print_table(split_table(shown_devices(experiment.federation, console)), console)
     steps, most = planned_steps(experiment)
     setup, terms = experiment.setup, experiment.setup.terms
+    about = "about " if optional(terms.algorithm, "draw_weights") else ""  # who will be drawn is not known yet
     print(
-        f"{terms.rounds} rounds of {terms.work.active} devices: {steps:,} local steps, at most {most:,} per device and "
-        f"round; {terms.method.network.initial.numel():,} parameters; {setup.machine.executor} on {setup.data.where}\n"
+        f"{terms.rounds} rounds of {terms.work.active} devices: {about}{steps:,} local steps, at most {most:,} per "
+        f"device and round; {terms.method.network.initial.numel():,} parameters; {setup.machine.executor} on "
+        f"{setup.data.where}\n"
         "nothing was run or written"
     )
     return 0

@@ -40,7 +40,7 @@ from fedcpsl.deployment.wire import MessagePrefix, Packet, pack, read_message, r
 from fedcpsl.errors import InputError, RunError, printable
 from fedcpsl.federation.device import Participant, refusal, respond
 from fedcpsl.federation.local_training import Clock, empty_local_data, local_data_from
-from fedcpsl.federation.messages import TRAIN, Message
+from fedcpsl.federation.messages import PROBE, TRAIN, Message
 from fedcpsl.federation.privacy import Protection, stricter_protection
 from fedcpsl.simulation.device_data import normalise
 from fedcpsl.storage import make_folder, write_whole
@@ -202,7 +202,7 @@ class Handler:
             except (InputError, RunError) as error:  # its text may name files and classes, and quote samples
                 LOG.warning("%s", printable(error))
                 return refusal(message, UNFIT)
-        reason = reason_to_decline(self._config.conditions) if message.header.get("kind") == TRAIN else None
+        reason = reason_to_decline(self._config.conditions) if message.header.get("kind") in (TRAIN, PROBE) else None
         if reason:
             return refusal(message, reason, later=True)
         return respond(self._ready[1], message, self._clock)

@@ -35,7 +35,7 @@ from fedcpsl.deployment.signing import KeyRing
 from fedcpsl.deployment.status import public_status, read_status
 from fedcpsl.deployment.wire import pack, unpack
 from fedcpsl.errors import InputError, RunError, printable
-from fedcpsl.federation.messages import PROTOCOL, TRAIN, Lost, Message
+from fedcpsl.federation.messages import PROBE, PROTOCOL, TRAIN, Lost, Message
 
 PRESENT_S = 60.0  # a device counts as connected for this long after its last HTTP request
 GRACE_S = 20.0  # after the start, before devices that have not connected count as absent
@@ -141,7 +141,7 @@ class Mailbox:
                 return 0
             return (
                 self._update_bytes + MAX_PLAIN_REPLY_BYTES
-                if self._instructions[name].header.get("kind") == TRAIN
+                if self._instructions[name].header.get("kind") in (TRAIN, PROBE)
                 else MAX_PLAIN_REPLY_BYTES
             )
 
@@ -154,7 +154,7 @@ class Mailbox:
         """Pass a reply to the loop; False where it is not expected any more, or belongs to an earlier instruction."""
         with self._lock:
             instruction = self._instructions.get(name)
-            if instruction is None or (isinstance(reply, Message) and _attempt_of(reply) != _attempt_of(instruction)):
+            if instruction is None or (isinstance(reply, Message) and not _is_reply_to(reply, instruction)):
                 return False
             del self._instructions[name]
             self._replies.put((name, reply))
@@ -169,6 +169,12 @@ class Mailbox:
 
 def _attempt_of(message: Message) -> tuple[object, ...]:
     return tuple(message.header.get(name) for name in ("run", "round", "attempt"))
+
+
+def _is_reply_to(reply: Message, instruction: Message) -> bool:
+    """Return whether a reply is to this instruction; in a second exchange, not to the one that trained before it."""
+    kinds = reply.header.get("kind"), instruction.header.get("kind")
+    return _attempt_of(reply) == _attempt_of(instruction) and kinds != (TRAIN, PROBE)
 
 
 def _set_done(waiter: asyncio.Future[None]) -> None:

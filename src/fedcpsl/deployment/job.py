@@ -122,8 +122,11 @@ def parameters_of(job: Job) -> int:
 def max_message_bytes(job: Job) -> tuple[int, int]:
     """Return the maximum bytes of the tensors of an instruction and of a reply: what the algorithm sends each way."""
     shapes = shapes_of(job_terms(job))
-    instruction, reply = (sum(map(bytes_of, sent_tensors(tree).values())) for tree in (shapes.broadcast, shapes.upload))
-    return instruction, reply
+    both_ways = (shapes.broadcast, shapes.probe), (shapes.upload, shapes.answer)
+    sizes = [
+        [sum(map(bytes_of, sent_tensors(tree).values())) for tree in trees if tree is not None] for trees in both_ways
+    ]
+    return max(sizes[0]), max(sizes[1])
 
 
 def _model_of(job: Job) -> nn.Module:

@@ -51,6 +51,7 @@ class Network:
         self.batched = batched
         self.arithmetic = Arithmetic(precision)
         self.classes = classes
+        self.input_shape = tuple(example.shape[1:])
         self.module = deepcopy(module).to(example.device, example.dtype)
         refuse_running_statistics(self.module)
         self._dropouts = with_keyed_dropout(self.module)

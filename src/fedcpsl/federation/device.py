@@ -24,12 +24,14 @@ from fedcpsl.federation.local_training import (
     Clock,
     LocalData,
     adapted_model,
+    answer,
     initial_pseudo_labels,
     log_predictions,
     train,
 )
 from fedcpsl.federation.messages import (
     HELLO,
+    PROBE,
     REFUSAL,
     TRAIN,
     Attempt,
@@ -73,6 +75,7 @@ class DeviceState(NamedTuple):
     active_rounds: int
     epoch: int = 0  # of the control variates
     adapted: Tensor | None = None  # the model received, adapted to the samples: it predicts also without them
+    answer: Reply | None = None  # the last one in a second exchange, to be sent again if the instruction is repeated
 
 
 class Participant(NamedTuple):
@@ -107,6 +110,8 @@ def carry_out(participant: Participant, instruction: Instruction, clock: Clock =
                 state = restart_epoch(participant.terms, state, instruction.epoch)
         if instruction.kind == HELLO:
             return _greet(participant, state, instruction)
+        if instruction.kind == PROBE:
+            return _answer(participant, state, instruction)
         if state is None:
             state = _initial_state(participant, instruction)
         if state.last is not None and instruction.attempt <= state.last:
@@ -157,6 +162,24 @@ def _train(
         accuracy=_accuracy(participant, state),
     )
     return state._replace(pending=PendingUpload(reply)), reply
+
+
+def _answer(participant: Participant, state: DeviceState | None, instruction: Instruction) -> Reply:
+    """Answer in the second exchange of a round, which changes nothing else; the same again if it is repeated."""
+    if state is None:
+        raise RunError("this device has no state of this run yet: it was not asked to join")
+    before = state.answer
+    if before is not None and before.attempt == instruction.attempt:
+        return before
+    newest = max(filter(None, (state.last, before and before.attempt)), default=None)
+    if newest is not None and instruction.attempt < newest:
+        raise RunError(f"the instruction is for {instruction.attempt}, but this device was already asked in {newest}")
+    terms = participant.terms
+    found = answer(terms, participant.local_data, state.nu.to(terms.where), instruction)
+    sent = map_tensors(Tensor.cpu, protect(found, participant.protection))
+    reply = Reply(instruction.run, instruction.attempt, PROBE, upload=sent)
+    save_device_state(participant.folder, state._replace(answer=reply))
+    return reply
 
 
 def _check_state(participant: Participant, state: DeviceState, instruction: Instruction) -> None:
@@ -282,7 +305,7 @@ def restart_epoch(terms: Terms, state: DeviceState, epoch: int) -> DeviceState:
         )
     again = optional(terms.algorithm, "started_again")
     committed = again(state.committed) if again else state.committed
-    return state._replace(committed=committed, counted=None, pending=None, last=None, epoch=epoch)
+    return state._replace(committed=committed, counted=None, pending=None, last=None, answer=None, epoch=epoch)
 
 
 @contextmanager
@@ -313,6 +336,9 @@ def save_device_state(folder: Path, state: DeviceState) -> None:
         tensors |= {f"pending.{name}": t for name, t in sent_tensors(pending.reply.upload).items()}
         tensors |= {} if pending.c is None else {"pending.c": pending.c}
         header["pending"] = [*pending.reply.attempt, pending.reply.steps, pending.reply.accuracy]
+    if state.answer is not None:
+        tensors |= {f"answer.{name}": t for name, t in sent_tensors(state.answer.upload).items()}
+        header["answer"] = state.answer.attempt
     save_tensors(folder / DEVICE_FILE, tensors, header, private=True)
 
 
@@ -337,6 +363,7 @@ def load_device_state(folder: Path, terms: Terms) -> DeviceState | None:
             active_rounds=header["active_rounds"],
             epoch=header.get("epoch", 0),
             adapted=tensors.get("adapted"),
+            answer=_last_answer(header, tensors, shapes),
         )
     except KeyError as error:
         raise RunError(
@@ -359,6 +386,13 @@ def _pending(header: dict[str, Any], tensors: dict[str, Tensor], shapes: Shapes)
     upload = read_tree(sent, shapes.upload, steps)
     reply = Reply(header["run"], Attempt(round, number), TRAIN, steps=steps, upload=upload, accuracy=accuracy)
     return PendingUpload(reply, tensors.get("pending.c"))
+
+
+def _last_answer(header: dict[str, Any], tensors: dict[str, Tensor], shapes: Shapes) -> Reply | None:
+    if "answer" not in header:
+        return None
+    sent = {name: tensors[f"answer.{name}"] for name in sent_tensors(shapes.answer)}
+    return Reply(header["run"], Attempt(*header["answer"]), PROBE, upload=read_tree(sent, shapes.answer, 0))
 
 
 def _attempt(written: list[int] | None) -> Attempt | None:

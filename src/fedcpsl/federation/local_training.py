@@ -14,7 +14,7 @@ from fedcpsl.errors import RunError
 from fedcpsl.federation.messages import Instruction
 from fedcpsl.federation.terms import Terms
 from fedcpsl.problem import Samples
-from fedcpsl.schedule import DeviceRound, Draw, Drawn, Sizes, Work, draw_tasks
+from fedcpsl.schedule import DeviceRound, Draw, Drawn, Sizes, Work, draw_extra, draw_tasks
 from fedcpsl.simulation import Setup
 from fedcpsl.simulation.device_data import DeviceData, place_samples
 from fedcpsl.trees import Tree, leaves, map_tensors
@@ -80,11 +80,16 @@ def local_data_from(federation: Federation, terms: Terms) -> LocalData:
 
 def draw_task(terms: Terms, local_data: LocalData, seed: int, round: int, device: int, steps: int) -> DeviceRound:
     """Draw a device's part of a round from the same random streams as the simulator."""
-    own = local_data.labelled, local_data.unlabelled
-    sizes = Sizes(*(np.broadcast_to(np.int64(count), device + 1) for count in own))  # no memory for other devices
+    sizes = _sizes_of(local_data, device)
     work = terms.work._replace(unit="steps", amount=steps, loss_rate=0.0)
     (task,) = draw_tasks(seed, round, [device], sizes, work, **terms.method.draws)
     return task
+
+
+def _sizes_of(local_data: LocalData, device: int) -> Sizes:
+    """Return the numbers of samples with those of one device at its index, and no memory for the others."""
+    own = local_data.labelled, local_data.unlabelled
+    return Sizes(*(np.broadcast_to(np.int64(count), device + 1) for count in own))
 
 
 def local_minibatches(terms: Terms, local_data: LocalData, nu: Tensor, task: DeviceRound) -> Iterator[Samples]:
@@ -131,10 +136,16 @@ def _extra_minibatches(terms: Terms, local_data: LocalData, nu: Tensor, draw: Dr
         yield Samples(x[rows], targets[rows], *both, None if keys is None else keys[t])
 
 
-def drawn_for_visit(terms: Terms, local_data: LocalData, nu: Tensor, task: DeviceRound) -> dict[str, Samples]:
-    """Return what the draws of a visit gave a device."""
+def drawn_for_visit(terms: Terms, local_data: LocalData, nu: Tensor, task: DeviceRound) -> dict[str, Samples | Tensor]:
+    """Return what the draws of a visit gave a device: samples, or the number of a step."""
     draws = [draw for draw in terms.method.traits.draws if draw.per_visit]
-    return {draw.name: next(_extra_minibatches(terms, local_data, nu, draw, task.extra[draw.name])) for draw in draws}
+    return {draw.name: drawn_once(terms, local_data, nu, draw, task.extra[draw.name]) for draw in draws}
+
+
+def drawn_once(terms: Terms, local_data: LocalData, nu: Tensor, draw: Draw, drawn: Drawn) -> Samples | Tensor:
+    if draw.of == "step":
+        return torch.from_numpy(drawn.rows).to(terms.where)
+    return next(_extra_minibatches(terms, local_data, nu, draw, drawn))
 
 
 def _keys_of(task: DeviceRound, batch_labelled: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
@@ -200,6 +211,22 @@ def train(
             "(or algorithm.alpha_p)"
         )
     return TrainingResult(done.device, nu, done.upload, done.steps)
+
+
+def answer(terms: Terms, local_data: LocalData, nu: Tensor, instruction: Instruction) -> Tree:
+    """Return a device's answer in the second exchange of a round, about samples that it draws as the simulator does."""
+    draw = terms.method.traits.probe
+    assert draw is not None
+    sizes, place = _sizes_of(local_data, instruction.device), (instruction.seed, instruction.attempt.round)
+    drawn = draw_extra(draw, *place, instruction.device, 1, sizes, terms.work)
+    if not drawn.rows.size:
+        raise RunError("this device has no samples of which it could be asked; nothing was done")
+    sent = map_tensors(lambda t: t.to(terms.where), instruction.broadcast)
+    samples = drawn_once(terms, local_data, nu, draw, drawn)
+    found = optional(terms.algorithm, "probe_upload")(terms.method, terms.hyper, sent, samples)
+    if not all(t.isfinite().all() for t in leaves(found)):
+        raise RunError("this device's answer is not a finite number; the server should use a smaller algorithm.eta")
+    return found
 
 
 def initial_pseudo_labels(terms: Terms, local_data: LocalData) -> Tensor:

@@ -1,8 +1,8 @@
 """The messages between the server and the devices: instructions and replies, each a header and named tensors.
 
 A message is checked in full when it is received, so that all other code can trust it. A device sends its update and
-its step count; once its numbers of samples; its accuracy if its owner shares it; and the reason where it refuses.
-Nothing else.
+its step count; where the algorithm has a second exchange in a round, its answer to that; once its numbers of samples;
+its accuracy if its owner shares it; and the reason where it refuses. Nothing else.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ from fedcpsl.federation.terms import Terms, digest, shapes_of
 from fedcpsl.trees import Tree, named_leaves, rebuilt
 
 PROTOCOL = 2
-HELLO, TRAIN, END, REFUSAL = "hello", "train", "end", "refusal"
+HELLO, TRAIN, PROBE, END, REFUSAL = "hello", "train", "probe", "end", "refusal"
 MAX_REASON_LENGTH = 300
 MAX_COUNT = 1 << 53  # of samples
 MAX_INDEX = 1 << 31  # of rounds, attempts and devices, which random streams are keyed by
@@ -39,6 +39,7 @@ INSTRUCTION_FIELDS: Mapping[str, type] = {
 REPLY_FIELDS: Mapping[str, Mapping[str, type]] = {
     HELLO: {**COMMON_FIELDS, "labelled": int, "unlabelled": int},
     TRAIN: {**COMMON_FIELDS, "steps": int},
+    PROBE: COMMON_FIELDS,
     END: COMMON_FIELDS,
     REFUSAL: {**COMMON_FIELDS, "reason": str, "later": bool},
 }
@@ -87,7 +88,7 @@ class Instruction(NamedTuple):
     attempt: Attempt
     kind: str
     settings: str  # digest of the terms
-    broadcast: Tree  # all of it for training, else what a device needs to start and to predict
+    broadcast: Tree  # for training, for a second exchange, or what a device needs to start and to predict
     device: int  # its index in the roster, which its random streams are keyed by; UNSET before it has one
     seed: int
     counted: Attempt | None  # the last attempt in which the server counted this device's update
@@ -104,7 +105,7 @@ class Reply(NamedTuple):
     attempt: Attempt
     kind: str
     steps: int = 0
-    upload: Tree | None = None
+    upload: Tree | None = None  # or the answer in a second exchange
     labelled: int = 0
     unlabelled: int = 0
     accuracy: float | None = None  # given only where the device's owner shares it
@@ -165,7 +166,8 @@ def read_instruction(message: Message, terms: Terms) -> Instruction:
     who, header = "the server's instruction", dict[str, Any](message.header)
     _check_header(header, INSTRUCTION_FIELDS, who)
     kind, agreed = header["kind"], digest(terms)
-    if kind not in (HELLO, TRAIN, END):
+    like = _sent_with(terms, kind)
+    if like is None:
         raise RunError(f"{who} has an unknown kind, {kind!r}; install the same fedcpsl on both sides")
     if header["settings"] != agreed:
         raise RunError(
@@ -175,7 +177,8 @@ def read_instruction(message: Message, terms: Terms) -> Instruction:
     _check_numbers(header, who)
     if kind == TRAIN:
         _check_work(header, terms, who)
-    like = shapes_of(terms).broadcast if kind == TRAIN else shapes_of(terms).greeting
+    if kind == PROBE and header["device"] < 0:
+        raise RunError(f"{who} does not say which device this is")
     _check_tensors(message.tensors, sent_tensors(like), who)
     counted = Attempt(header["counted_round"], header["counted_attempt"])
     return Instruction(
@@ -192,6 +195,12 @@ def read_instruction(message: Message, terms: Terms) -> Instruction:
         factor=header["counted_factor"],
         epoch=header["epoch"],
     )
+
+
+def _sent_with(terms: Terms, kind: str) -> Tree | None:
+    """Return the template of what an instruction of a kind carries; None where there is no such kind."""
+    shapes = shapes_of(terms)
+    return {TRAIN: shapes.broadcast, PROBE: shapes.probe, HELLO: shapes.greeting, END: shapes.greeting}.get(kind)
 
 
 def _check_numbers(header: Mapping[str, Any], who: str) -> None:
@@ -235,17 +244,17 @@ def read_reply(message: Message, name: str, instruction: Instruction, terms: Ter
         return Reply(instruction.run, attempt, REFUSAL, reason=_short(header["reason"]), later=header["later"])
     if kind != instruction.kind:
         raise RunError(f"{who} has the kind {_short(kind)} where {instruction.kind!r} was asked for")
-    if accuracy is not None and not (kind != HELLO and isinstance(accuracy, float) and 0 <= accuracy <= 1):
+    if accuracy is not None and not (kind in (TRAIN, END) and isinstance(accuracy, float) and 0 <= accuracy <= 1):
         raise RunError(f"{who} has an invalid accuracy: {_short(accuracy)}")
     if kind == TRAIN and not 1 <= header["steps"] <= instruction.steps:
         raise RunError(f"{who} has {header['steps']} steps where 1 to {instruction.steps} were asked for")
     sizes = header.get("labelled", 0), header.get("unlabelled", 0)
     if kind == HELLO and not (min(sizes) >= 0 < sum(sizes) < MAX_COUNT):
         raise RunError(f"{who} has {sizes[0]} labelled and {sizes[1]} unlabelled samples: it needs some")
-    like = shapes_of(terms).upload
-    _check_tensors(message.tensors, sent_tensors(like) if kind == TRAIN else {}, who)
-    upload = read_tree(message.tensors, like, header["steps"]) if kind == TRAIN else None
-    return Reply(instruction.run, attempt, kind, header.get("steps", 0), upload, *sizes, accuracy)
+    like, steps = {TRAIN: shapes_of(terms).upload, PROBE: shapes_of(terms).answer}.get(kind), header.get("steps", 0)
+    _check_tensors(message.tensors, {} if like is None else sent_tensors(like), who)
+    upload = None if like is None else read_tree(message.tensors, like, steps)
+    return Reply(instruction.run, attempt, kind, steps, upload, *sizes, accuracy)
 
 
 def is_late(message: Message, instruction: Instruction) -> bool:
@@ -253,7 +262,9 @@ def is_late(message: Message, instruction: Instruction) -> bool:
     round, attempt = message.header.get("round"), message.header.get("attempt")
     if not isinstance(round, int) or not isinstance(attempt, int):
         return False
-    return message.header.get("run") == instruction.run and (round, attempt) < instruction.attempt
+    trained = message.header.get("kind") == TRAIN and instruction.kind == PROBE  # which comes after it
+    before = (round, attempt) < instruction.attempt or (trained and (round, attempt) == instruction.attempt)
+    return message.header.get("run") == instruction.run and before
 
 
 def _check_header(header: Mapping[str, Any], expected: Mapping[str, type], who: str) -> None:

@@ -121,6 +121,20 @@ def upload_of(reply: Reply, terms: Terms) -> Tree:
     return map_tensors(lambda t: t.to(terms.where), reply.upload)
 
 
+def answers_to_refuse(limits: Limits, answers: Mapping[str, Tree]) -> dict[str, str]:
+    """Return why some answers of a second exchange cannot be counted: they are far larger than the others."""
+    norms = {name: _exact_norm(answer) for name, answer in answers.items()}
+    if limits.aggregation == NONE or len(norms) < 3:
+        return {}
+    middle = lower_median(list(norms.values()))
+    return {
+        name: f"the answer of device {name!r} is refused: it is {norm:.3g}, more than {limits.bound:g} times the "
+        f"median of {middle:.3g}"
+        for name, norm in norms.items()
+        if not norm <= limits.bound * middle
+    }
+
+
 def robust_sum(limits: Limits, contributions: Sequence[Tree]) -> Tree:
     """Return the number of contributions, of equal weight, times their coordinate-wise trimmed mean or median."""
     count = len(contributions)

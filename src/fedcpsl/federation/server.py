@@ -8,6 +8,7 @@ same instructions again, and devices that have already replied send the same rep
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import ceil
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 from uuid import uuid4
 
@@ -15,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedcpsl.algorithm import Roster
+from fedcpsl.algorithm import Roster, optional
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation.messages import (
     END,
     HELLO,
+    PROBE,
     REFUSAL,
     TRAIN,
     UNSET,
@@ -34,9 +36,12 @@ from fedcpsl.federation.messages import (
 )
 from fedcpsl.federation.privacy import scale_update
 from fedcpsl.federation.robustness import (
+    BOUNDED,
+    CLIPPED,
     COORDINATE_WISE,
     Judgement,
     Limits,
+    answers_to_refuse,
     check_limits,
     judge,
     reason_to_exclude,
@@ -51,12 +56,13 @@ from fedcpsl.federation.server_store import (
     save_server_state,
 )
 from fedcpsl.federation.terms import Terms, digest, greeting_of, keeps_sums
-from fedcpsl.schedule import draw_active, draw_steps
+from fedcpsl.schedule import draw_active, draw_by_weight, draw_numbers, draw_probes, draw_steps
 from fedcpsl.storage import locked, make_folder
 from fedcpsl.trees import Tree, leaves, map_tensors
 
 MAX_OFFENCES = 3  # in a row, after which a device is not asked for a while
 EXCLUDED_ROUNDS = 10  # how long
+MAX_SKIPPED = 1000  # attempts at a round after which draws by weight repeat
 DeviceNames = Callable[[], Iterable[str]]
 
 
@@ -72,6 +78,14 @@ class RoundRules(NamedTuple):
     budget: float = 0.0  # seconds of training that devices are asked for; 0: no limit
     attempts: int = 10  # at a round in which too few of the received updates can be counted
     limits: Limits = Limits()
+
+
+class Counted(NamedTuple):
+    """An update that is counted, its device's index in the roster, and its share of all samples."""
+
+    device: int
+    upload: Tree
+    share: float
 
 
 class CollectedReplies(NamedTuple):
@@ -102,11 +116,14 @@ def serve(
         state = load_server_state(folder, terms) or _begin(terms, folder)
         state = state._replace(failures=0)  # a restart gives the round new attempts
         yield state
-        while state.round < rules.rounds:
-            epoch, state = state.epoch, forget(state, terms, to_forget())
-            if state.epoch != epoch:
-                save_server_state(folder, state)  # before any device is sent it
-            state = _one_attempt(terms, rules, state, transport)
+        while state.round < rules.rounds or state.probing:
+            if state.probing:  # the server was killed before it was through
+                state = _second_exchange(terms, rules, state, state.probing, transport)
+            else:
+                epoch, state = state.epoch, forget(state, terms, to_forget())
+                if state.epoch != epoch:
+                    save_server_state(folder, state)  # before any device is sent it
+                state = _one_attempt(terms, rules, state, transport, folder)
             save_server_state(folder, state)
             yield state
         yield _end(terms, rules, state, transport)
@@ -114,44 +131,84 @@ def serve(
 
 def draw_instructions(terms: Terms, rules: RoundRules, state: ServerState) -> dict[str, Instruction]:
     """Draw the devices of this attempt and their steps as the simulator does. A repeated round asks other devices."""
-    traits = terms.method.traits
-    known = [i for i, record in enumerate(state.roster) if not record.forgotten]
-    roster = [i for i in known if state.roster[i].excluded_until <= state.round] or known
-    wanted = ceil(terms.work.active * rules.over_sampling)
-    rotated = np.roll(np.array(roster, np.int64), state.attempt.number)
-    chosen = roster if traits.everyone else draw_active(rules.seed, state.round, rotated, wanted)
     sizes, instructions = state.sizes, {}
-    for device in chosen:
-        steps = draw_steps(rules.seed, state.round, device, sizes, terms.work, traits.unlabelled)
+    for device in draw_devices(terms, rules, state):
+        steps = draw_steps(rules.seed, state.round, device, sizes, terms.work, terms.method.traits.unlabelled)
         if steps:  # a device without samples that the algorithm uses is not asked
             instructions[state.roster[device].name] = make_instruction(terms, rules, state, TRAIN, device, steps)
     return instructions
 
 
+def draw_devices(terms: Terms, rules: RoundRules, state: ServerState) -> dict[int, int]:
+    """Draw the devices of this attempt, and how often each is drawn: more than once only by weights."""
+    known, roster = _known(state), _askable(state)
+    wanted, attempt = ceil(terms.work.active * rules.over_sampling), state.attempt.number
+    if terms.method.traits.everyone:
+        return dict.fromkeys(roster, 1)
+    weights = optional(terms.algorithm, "draw_weights")
+    if weights is None:
+        rotated = np.roll(np.array(roster, np.int64), attempt)
+        return dict.fromkeys(draw_active(rules.seed, state.round, rotated, wanted), 1)
+    of_all = weights(terms.method, state.server).cpu().numpy()
+    chosen = roster if of_all[roster].any() else known
+    of_chosen = np.where(np.isin(np.arange(len(of_all)), chosen), of_all, 0)
+    numbers = draw_numbers(rules.seed, state.round, wanted, skip=wanted * (attempt % MAX_SKIPPED))
+    return draw_by_weight(of_chosen, numbers)
+
+
+def _known(state: ServerState) -> list[int]:
+    """Return the devices that have a weight."""
+    return [i for i, record in enumerate(state.roster) if not record.forgotten]
+
+
+def _askable(state: ServerState) -> list[int]:
+    """Return the devices that may be asked: those that are not excluded, or all where all are."""
+    known = _known(state)
+    return [i for i in known if state.roster[i].excluded_until <= state.round] or known
+
+
 def count_updates(
-    terms: Terms, state: ServerState, replies: Mapping[str, Reply], factors: Mapping[str, float], limits: Limits
+    terms: Terms,
+    state: ServerState,
+    replies: Mapping[str, Reply],
+    factors: Mapping[str, float],
+    limits: Limits,
+    copies: Mapping[int, int] = MappingProxyType({}),
 ) -> ServerState:
-    """Return the state after a round that counts these updates, each times its factor, in the roster's order."""
-    algorithm, method, server = terms.algorithm, terms.method, state.server
-    contributions, samples, by_coordinate = [], state.samples, limits.aggregation in COORDINATE_WISE
-    for record in state.roster:
+    """Return the state after a round that counts these updates, each times its factor, in the roster's order.
+
+    An update counts as often as its device was drawn, `copies`.
+    """
+    counted, samples, by_coordinate = [], state.samples, limits.aggregation in COORDINATE_WISE
+    for i, record in enumerate(state.roster):
         if record.name in factors:
             upload = scale_update(upload_of(replies[record.name], terms), factors[record.name])
             share = 1 / state.device_count if by_coordinate else record.samples / samples
-            weight = torch.tensor(share, dtype=terms.dtype, device=terms.where)
-            contributions.append(algorithm.contribution(method, terms.hyper, upload, weight))
-    if contributions:
-        total = robust_sum(limits, contributions) if by_coordinate else _sum(contributions)
-        server = algorithm.apply(method, server, total, state.device_count)
+            counted += [Counted(i, upload, share)] * copies.get(i, 1)
     return state._replace(
-        server=server,
+        server=_server_after(terms, state, counted, limits) if counted else state.server,
         roster=tuple(
             m._replace(counted=state.attempt, factor=factors[m.name]) if m.name in factors else m for m in state.roster
         ),
         attempt=Attempt(state.round + 1, 0),
+        probing=state.attempt if counted and terms.method.traits.probe else None,
         failures=0,
         counted=tuple(m.name for m in state.roster if m.name in factors),
     )
+
+
+def _server_after(terms: Terms, state: ServerState, counted: Sequence[Counted], limits: Limits) -> Tree:
+    """Return what the server keeps after these updates."""
+    algorithm, method, receive = terms.algorithm, terms.method, optional(terms.algorithm, "receive")
+    weights = torch.tensor([each.share for each in counted], dtype=terms.dtype, device=terms.where)
+    if receive:
+        devices = torch.tensor([each.device for each in counted], device=terms.where)
+        uploads = map_tensors(lambda *t: torch.stack(t), *(each.upload for each in counted))
+        return receive(method, state.server, devices, uploads, weights)
+    each_part = zip(counted, weights, strict=True)
+    contributions = [algorithm.contribution(method, terms.hyper, each.upload, weight) for each, weight in each_part]
+    total = robust_sum(limits, contributions) if limits.aggregation in COORDINATE_WISE else _sum(contributions)
+    return algorithm.apply(method, state.server, total, state.device_count)
 
 
 def forget(state: ServerState, terms: Terms, names: Iterable[str]) -> ServerState:
@@ -163,7 +220,9 @@ def forget(state: ServerState, terms: Terms, names: Iterable[str]) -> ServerStat
         raise RunError(f"{', '.join(sorted(gone))}: no other device has a weight; start a federation in another folder")
     roster = tuple(m._replace(forgotten=m.forgotten or m.name in gone) for m in state.roster)
     event = f"forgotten: {', '.join(sorted(gone))}; control variates are reset to 0"
-    return restart_control_variates(state._replace(roster=roster), terms)._replace(events=(event,))
+    after = state._replace(roster=roster)
+    server = terms.algorithm.admit(terms.method, state.server, state.joined, after.joined)
+    return restart_control_variates(after._replace(server=server), terms)._replace(events=(event,))
 
 
 def _sum(contributions: Sequence[Tree]) -> Tree:
@@ -179,7 +238,9 @@ def _begin(terms: Terms, folder: Path) -> ServerState:
     return state
 
 
-def _one_attempt(terms: Terms, rules: RoundRules, state: ServerState, transport: Transport) -> ServerState:
+def _one_attempt(
+    terms: Terms, rules: RoundRules, state: ServerState, transport: Transport, folder: Path
+) -> ServerState:
     """Ask some devices of the roster for updates, and new devices for their numbers of samples."""
     asked = draw_instructions(terms, rules, state) if state.begun else {}
     new = set(transport.present()) - {record.name for record in state.roster}
@@ -192,9 +253,43 @@ def _one_attempt(terms: Terms, rules: RoundRules, state: ServerState, transport:
     state = state._replace(roster=roster, counted=(), dropouts=dropouts, accuracy=collected.accuracy)
     if state.begun:
         state = _count_or_repeat(terms, rules, state, updates, judged, collected, len(asked))
+    if state.probing:
+        save_server_state(folder, state)  # before any device is sent it
+        state = _second_exchange(terms, rules, state, state.probing, transport)
     replies = sorted(collected.replies.items())
     newcomers = [DeviceRecord(name, r.labelled, r.unlabelled) for name, r in replies if r.kind == HELLO]
     return _admit(terms, rules, state, newcomers)
+
+
+def _second_exchange(
+    terms: Terms, rules: RoundRules, state: ServerState, attempt: Attempt, transport: Transport
+) -> ServerState:
+    """Return the state after some devices were asked what the algorithm wants to know once it has aggregated.
+
+    An answer that is lost, late or refused is left out; the round is not repeated for it.
+    """
+    draw, sizes = terms.method.traits.probe, state.sizes
+    assert draw is not None
+    work = terms.work._replace(loss_rate=0.0)
+    probes = draw_probes(draw, rules.seed, attempt.round, _askable(state), sizes, work)
+    asked = {state.roster[p.device].name: p.device for p in probes if p.drawn.rows.size}
+    instructions = {name: make_instruction(terms, rules, state, PROBE, i) for name, i in asked.items()}
+    collected = collect_replies(terms, instructions, transport, rules.deadline)
+    refused = answers_to_refuse(rules.limits, {name: reply.upload for name, reply in collected.replies.items()})
+    counted = {name: i for name, i in asked.items() if name in collected.replies and name not in refused}
+    server = state.server
+    if counted:
+        devices = torch.tensor(list(counted.values()), device=terms.where)
+        each = [upload_of(collected.replies[name], terms) for name in counted]
+        uploads = map_tensors(lambda *t: torch.stack(t), *each)
+        server = optional(terms.algorithm, "probe_receive")(terms.method, server, devices, uploads)
+    finite = all(t.isfinite().all() for t in leaves(server))
+    return state._replace(
+        server=server if finite else state.server,
+        roster=tuple(m._replace(asked=m.asked + (m.name in asked)) for m in state.roster),
+        probing=None,
+        dropouts=collected.dropouts | refused | state.dropouts,
+    )
 
 
 def _count_or_repeat(
@@ -209,7 +304,8 @@ def _count_or_repeat(
     """Return the state after the round, or before another attempt at it where the quorum was not met."""
     offenders = (collected.failing & {m.name for m in state.roster}) | set(judged.refused)
     if len(judged.factors) >= min(rules.quorum, asked):
-        after = count_updates(terms, state, updates, judged.factors, rules.limits)
+        copies = draw_devices(terms, rules, state)
+        after = count_updates(terms, state, updates, judged.factors, rules.limits, copies)
         if all(t.isfinite().all() for t in leaves(after.server)):
             return _with_offences(terms, after, judged, offenders)
         largest = max(judged.rates, key=judged.rates.__getitem__)
@@ -285,8 +381,8 @@ def _admit(terms: Terms, rules: RoundRules, state: ServerState, newcomers: Seque
     after = state._replace(roster=roster, dropouts=state.dropouts | refused)
     if not after.samples:
         return after
-    rosters = [Roster(len(each.roster), each.samples) for each in (state, after)]
-    server = terms.algorithm.admit(terms.method, state.server, *rosters)
+    before = state.joined if state.begun else Roster(0, 0)  # whoever came first
+    server = terms.algorithm.admit(terms.method, state.server, before, after.joined)
     return after._replace(server=server, begun=state.begun or len(roster) >= rules.min_devices)
 
 
@@ -335,14 +431,13 @@ def make_instruction(
     terms: Terms, rules: RoundRules, state: ServerState, kind: str, device: int = UNSET, steps: int = 0
 ) -> Instruction:
     """Return the instruction for a device in this attempt."""
-    broadcast = map_tensors(Tensor.cpu, terms.algorithm.broadcast(state.server))
     record = None if device < 0 else state.roster[device]
     return Instruction(
         run=state.run,
-        attempt=state.attempt,
+        attempt=state.probing if kind == PROBE and state.probing else state.attempt,
         kind=kind,
         settings=state.settings,
-        broadcast=broadcast if kind == TRAIN else greeting_of(terms, broadcast),
+        broadcast=map_tensors(Tensor.cpu, _sent_with(terms, state, kind)),
         device=device,
         seed=rules.seed,
         counted=None if record is None else record.counted,
@@ -351,6 +446,14 @@ def make_instruction(
         factor=1.0 if record is None else record.factor,
         epoch=state.epoch,
     )
+
+
+def _sent_with(terms: Terms, state: ServerState, kind: str) -> Tree:
+    """Return what an instruction of a kind carries."""
+    if kind == PROBE:
+        return optional(terms.algorithm, "probe_broadcast")(terms.method, state.server)
+    broadcast = terms.algorithm.broadcast(state.server)
+    return broadcast if kind == TRAIN else greeting_of(terms, broadcast)
 
 
 def _check_rules(terms: Terms, rules: RoundRules) -> None:
@@ -365,3 +468,8 @@ def _check_rules(terms: Terms, rules: RoundRules) -> None:
     check_limits(rules.limits)
     if rules.limits.aggregation in COORDINATE_WISE and keeps_sums(terms):
         raise InputError(f"aggregation = {rules.limits.aggregation!r}: works only without control variates")
+    if rules.limits.aggregation in COORDINATE_WISE and optional(terms.algorithm, "receive"):
+        raise InputError(
+            f"aggregation = {rules.limits.aggregation!r}: this algorithm's server must know whose update is whose; "
+            f"give {BOUNDED!r} or {CLIPPED!r}"
+        )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedcpsl.algorithm import optional
+from fedcpsl.algorithm import Roster, optional
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation.messages import Attempt
 from fedcpsl.federation.terms import Terms, digest, shapes_of
@@ -52,6 +52,7 @@ class ServerState(NamedTuple):
     attempt: Attempt
     begun: bool = False  # whether enough devices have joined to start the first round
     epoch: int = 0  # raised when c and every c_i are reset to 0
+    probing: Attempt | None = None  # the attempt that was counted and whose second exchange is still to come
     failures: int = 0  # attempts at this round in which too few of the received updates could be counted
     counted: tuple[str, ...] = ()  # the devices whose updates the last attempt counted
     dropouts: dict[str, str] = {}  # noqa: RUF012 - never changed; devices without a valid reply, and why
@@ -73,6 +74,12 @@ class ServerState(NamedTuple):
         return sum(record.samples for record in self.roster)
 
     @property
+    def joined(self) -> Roster:
+        """The devices as the algorithm's server knows them: a forgotten one has no labelled samples."""
+        labelled = [0 if record.forgotten else record.labelled for record in self.roster]
+        return Roster(self.device_count, self.samples, labelled)
+
+    @property
     def sizes(self) -> Sizes:
         counts = np.array([(m.labelled, m.unlabelled) for m in self.roster], np.int64).reshape(-1, 2)
         return Sizes(counts[:, 0], counts[:, 1])
@@ -86,6 +93,7 @@ def save_server_state(folder: Path, state: ServerState) -> None:
     """
     header: dict[str, Any] = {"run": state.run, "settings": state.settings, "turn": state.attempt, "begun": state.begun}
     header |= {"roster": state.roster, "epoch": state.epoch, "failures": state.failures}
+    header |= {} if state.probing is None else {"probing": state.probing}
     save_tensors(folder / SERVER_FILE, named_leaves(state.server), header, private=True)
     _keep_state(folder, state.round)
 
@@ -127,7 +135,8 @@ def go_back(folder: Path, terms: Terms, round: int) -> ServerState:
     except RunError:
         newest = old
     state = restart_control_variates(newest, terms)
-    state = state._replace(server=_reset_server(old.server, terms), attempt=old.attempt, failures=0)
+    server = _reset_server(old.server, terms)
+    state = state._replace(server=server, attempt=old.attempt, probing=old.probing, failures=0)
     save_server_state(folder, state)
     return state
 
@@ -160,7 +169,8 @@ def _load(path: Path, terms: Terms) -> ServerState:
         roster = tuple(_record(*each) for each in header["roster"])
         attempt, begun = Attempt(*header["turn"]), header["begun"]
         epoch, failures = header.get("epoch", 0), header.get("failures", 0)  # version 0.1 had neither
-        return ServerState(header["run"], settings, server, roster, attempt, begun, epoch, failures)
+        probing = Attempt(*header["probing"]) if "probing" in header else None
+        return ServerState(header["run"], settings, server, roster, attempt, begun, epoch, probing, failures)
     except (KeyError, TypeError) as error:
         raise RunError(f"{path}: not a server's state of this version: {error} is missing") from error
 

@@ -11,13 +11,14 @@ from fedcpsl.algorithm import Algorithm, Method, Traits, optional
 from fedcpsl.engine import Network, cache_last_call
 from fedcpsl.errors import InputError
 from fedcpsl.methods import numbers_of, resolved, unknown_sizes
+from fedcpsl.problem import Samples
 from fedcpsl.schedule import Work, work_of
 from fedcpsl.settings import Work as WorkSettings
 from fedcpsl.simulation import Setup
 from fedcpsl.trees import Tree, map_tensors
 
 # left out of digests where an algorithm has none: older jobs stay what they were
-LATER_TRAITS = ("follows", "views", "draws", "per_sample")
+LATER_TRAITS = ("follows", "views", "draws", "per_sample", "probe")
 
 
 class Terms(NamedTuple):
@@ -50,6 +51,8 @@ class Shapes(NamedTuple):
     greeting: Tree  # the part of a broadcast that a device needs to start, and to predict after the last round
     device: Tree
     upload: Tree
+    probe: Tree | None = None  # what the server sends in a second exchange of a round, where there is one
+    answer: Tree | None = None
 
 
 @cache_last_call
@@ -62,7 +65,13 @@ def shapes_of(terms: Terms) -> Shapes:
     local = algorithm.begin(method, terms.hyper, broadcast, device)
     one = torch.ones((), dtype=torch.int64, device=terms.where)
     upload = algorithm.finish(method, terms.hyper, broadcast, device, local, one)[1]
-    return Shapes(server, broadcast, greeting_of(terms, broadcast), device, upload)
+    shapes = Shapes(server, broadcast, greeting_of(terms, broadcast), device, upload)
+    if method.traits.probe is None:
+        return shapes
+    probe = optional(algorithm, "probe_broadcast")(method, server)
+    x, weight = (terms.hyper[0].new_zeros(shape) for shape in ((1, *method.network.input_shape), (1,)))
+    samples = Samples(x, x.new_zeros(1, method.network.classes), weight, weight)
+    return shapes._replace(probe=probe, answer=optional(algorithm, "probe_upload")(method, terms.hyper, probe, samples))
 
 
 def keeps_sums(terms: Terms) -> bool:

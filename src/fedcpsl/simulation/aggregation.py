@@ -68,10 +68,15 @@ def _count(
         put(state.devices, state.sparse, counted, map_tensors(lambda t, i=mine: t[i], committed))
         shares.append(omega(state.setup.terms.sizes, state.setup.terms.roster(state.round), counted))
     weights = to_device(np.concatenate(shares), where).to(setup.data.dtype)
+    copies = [[f.group[i].copies for i in arrived] for f, arrived in pieces]
+    if max(map(max, copies)) > 1:  # a device that was drawn more than once counts as often
+        again = to_device(np.repeat(np.arange(len(weights)), np.concatenate(copies)), where)
+        hyper, upload, weights = map_tensors(lambda t: t[again], (hyper, upload, weights))
+        counts = list(map(sum, copies))
     if optional(algorithm, "receive"):
-        for (finished, arrived), first in zip(pieces, accumulate([0, *counts]), strict=False):
-            mine = slice(first, first + len(arrived))
-            sent_by = [finished.group[i].device for i in arrived]
+        for (finished, arrived), count, first in zip(pieces, counts, accumulate([0, *counts]), strict=False):
+            mine = slice(first, first + count)
+            sent_by = [finished.group[i].device for i in arrived for _ in range(finished.group[i].copies)]
             yield finished.run, [Received(sent_by, map_tensors(lambda t, i=mine: t[i], upload), weights[mine])]
         return
     added = algorithm.contribution(method, hyper, upload, weights)

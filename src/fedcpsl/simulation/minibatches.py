@@ -159,11 +159,18 @@ def _extra_plan(draw: Draw, slots: Sequence[Slot], data: TrainingData) -> BatchP
 
 def drawn_for_visit(
     slots: Sequence[Slot], method: Method, data: TrainingData, which: int | slice = slice(None)
-) -> dict[str, Samples]:
+) -> dict[str, Samples | Tensor]:
     """What the draws of a visit gave some slots, or one of them."""
-    draws = [draw for draw in method.traits.draws if draw.per_visit]
-    plans = {draw.name: _extra_plan(draw, slots, data).of_slots(which) for draw in draws}
-    return {name: next(minibatches(data, plan, range(1))) for name, plan in plans.items()}
+    return {draw.name: drawn_once(draw, slots, data, which) for draw in method.traits.draws if draw.per_visit}
+
+
+def drawn_once(
+    draw: Draw, slots: Sequence[Slot], data: TrainingData, which: int | slice = slice(None)
+) -> Samples | Tensor:
+    """What one draw of a visit gave some slots, or one of them: samples, or the number of a step."""
+    if draw.of == "step":
+        return to_device([int(slot.task.extra[draw.name].rows) for slot in slots], data.targets.device)[which]
+    return next(minibatches(data, _extra_plan(draw, slots, data).of_slots(which), range(1)))
 
 
 def scaling_of(slots: Sequence[Slot]) -> tuple[Tensor | None, Tensor | None]:

@@ -5,12 +5,14 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from fedcpsl.algorithm import Roster, optional
+from fedcpsl.algorithm import optional
 from fedcpsl.errors import InputError
-from fedcpsl.schedule import DeviceRound, draw_active, draw_tasks
+from fedcpsl.schedule import DeviceRound, Probe, draw_active, draw_by_weight, draw_numbers, draw_tasks
 from fedcpsl.simulation.aggregation import Received, keep_and_count
 from fedcpsl.simulation.executors import Finished, LocalRounds, local_rounds
+from fedcpsl.simulation.probes import probed
 from fedcpsl.simulation.round_request import RoundRequest, TrainingData, broadcasts_to, joint_data, training_data_of
 from fedcpsl.simulation.setup import Setup
 from fedcpsl.simulation.state import COUNT_BYTES, FiniteCheck, State, initial_state, knowing_labels, load, unload
@@ -63,32 +65,50 @@ def raise_if_not_finite(states: Sequence[State]) -> None:
 def draw_plan(state: State) -> list[DeviceRound]:
     """The schedule of the state's next round."""
     setup, round = state.setup, state.round
-    roster = setup.terms.roster(round)
-    everybody = round >= setup.terms.rounds
-    complete = everybody or setup.terms.method.traits.everyone
-    active = roster.tolist() if complete else draw_active(setup.terms.seed, round, roster, setup.terms.work.active)
+    copies = _draw_devices(state)
     plan = draw_tasks(
         setup.terms.seed,
         round,
-        active,
+        list(copies),
         setup.terms.sizes,
         setup.terms.work,
         **setup.terms.method.draws,
         recordings=setup.data.recordings,
     )
-    if everybody:
+    if round >= setup.terms.rounds:
         # nu is fixed, once every device has labelled at theta^R
         labels = setup.terms.two_phase and round == setup.terms.rounds
         return [task._replace(personal=True, relabels=labels, lost=False) for task in plan]
     return [
-        task._replace(warming=bool(state.active_rounds[task.device] < setup.terms.method.traits.warm_up))
+        task._replace(
+            warming=bool(state.active_rounds[task.device] < setup.terms.method.traits.warm_up),
+            copies=copies[task.device],
+        )
         for task in plan
     ]
 
 
-def next_state(state: State, plan: Sequence[DeviceRound], run: LocalRounds = local_rounds) -> State:
-    """One round of Algorithm 1 by a given schedule."""
-    return next_states([state], [plan], training_data_of(state.setup.data, state.targets), [0], run)[0]
+def _draw_devices(state: State) -> dict[int, int]:
+    """The devices of the state's next round and how often each was drawn: more than once only by weights."""
+    terms, round = state.setup.terms, state.round
+    roster = terms.roster(round)
+    if round >= terms.rounds or terms.method.traits.everyone:
+        return dict.fromkeys(roster.tolist(), 1)
+    weights = optional(terms.algorithm, "draw_weights")
+    if weights is None:
+        return dict.fromkeys(draw_active(terms.seed, round, roster, terms.work.active), 1)
+    found = weights(terms.method, _server_with_joiners(state))
+    return draw_by_weight(found.cpu().numpy(), draw_numbers(terms.seed, round, terms.work.active))
+
+
+def next_state(
+    state: State,
+    plan: Sequence[DeviceRound],
+    run: LocalRounds = local_rounds,
+    probes: Sequence[Probe] | None = None,
+) -> State:
+    """One round of Algorithm 1 by a given schedule; that of a second exchange is drawn where it is not given."""
+    return next_states([state], [plan], training_data_of(state.setup.data, state.targets), [0], run, [probes])[0]
 
 
 def next_states(
@@ -97,6 +117,7 @@ def next_states(
     data: TrainingData,
     first_rows: Sequence[int],
     run: LocalRounds,
+    probes: Sequence[Sequence[Probe] | None] | None = None,
 ) -> list[State]:
     """One round of every run that has a plan."""
     states = [
@@ -124,6 +145,9 @@ def next_states(
         own = [finished for finished in all_finished if finished.run == run_number]
         after.append(state if plan is None else _after(state, plan, request, total, own))
         unload(state, request.plan)
+    for i, (total, request) in enumerate(zip(totals, requests, strict=True)):
+        if total is not None and request.setup.terms.method.traits.probe:
+            after[i] = probed(after[i], request, data, probes[i] if probes else None)
     after = _with_finite_checks(after, plans, all_finished)
     if not data.targets.is_cuda:
         raise_if_not_finite(after)
@@ -230,14 +254,25 @@ def _traffic(setup: Setup, round: int, broadcast: Tree, own: Sequence[Finished])
     return sent, bytes_of(broadcast)
 
 
+def _joiners(state: State) -> NDArray[np.int64]:
+    """The devices that join before the state's next round."""
+    joins = state.setup.terms.joins
+    return np.flatnonzero(joins == state.round) if state.round else np.empty(0, np.int64)
+
+
+def _server_with_joiners(state: State) -> Tree:
+    """What the server keeps once the devices that join before the next round have joined."""
+    if not len(_joiners(state)):
+        return state.server
+    terms = state.setup.terms
+    return terms.algorithm.admit(terms.method, state.server, terms.joined(state.round - 1), terms.joined(state.round))
+
+
 def _admit_joiners(state: State) -> State:
-    setup = state.setup
-    joiners = np.flatnonzero(setup.terms.joins == state.round) if state.round else np.empty(0, np.int64)
+    setup, joiners = state.setup, _joiners(state)
     if not len(joiners):
         return state
-    before, after = setup.terms.roster(state.round - 1), setup.terms.roster(state.round)
-    rosters = [Roster(len(devices), setup.terms.samples_in(devices)) for devices in (before, after)]
-    server = setup.terms.algorithm.admit(setup.terms.method, state.server, *rosters)
+    server = _server_with_joiners(state)
     broadcast, one = setup.terms.sent_to(server, int(joiners[0])), setup.terms.first_device(server, int(joiners[0]))
     if state.sparse:
         state = state._replace(sparse=state.sparse._replace(starts=state.sparse.starts | {state.round: one}))

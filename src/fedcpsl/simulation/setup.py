@@ -14,7 +14,7 @@ from torch import nn
 
 from fedcpsl import config as settings
 from fedcpsl import schedule
-from fedcpsl.algorithm import Algorithm, Method, Traits, optional
+from fedcpsl.algorithm import Algorithm, Method, Roster, Traits, optional
 from fedcpsl.algorithms import traits_of
 from fedcpsl.data.federation import Federation
 from fedcpsl.data.ondemand import OnDemand
@@ -76,6 +76,11 @@ class RunTerms(NamedTuple):
         """The devices that have joined before a round."""
         return np.flatnonzero(self.joins <= round)
 
+    def joined(self, round: int) -> Roster:
+        """The same devices as an algorithm's server knows them."""
+        devices = self.roster(round)
+        return Roster(len(devices), self.samples_in(devices), self.sizes.labelled[devices])
+
     def samples_in(self, roster: NDArray[np.int64]) -> int:
         return int(self.sizes.labelled[roster].sum() + self.sizes.unlabelled[roster].sum())
 
@@ -85,8 +90,9 @@ class RunTerms(NamedTuple):
         return bytes_of(self.first_device(self.first_server()))
 
     def first_server(self) -> Tree:
-        """What the server starts with."""
-        return self.algorithm.init_server(self.method, self.devices)
+        """What the server starts with, once the devices of the first round have joined."""
+        server, joined = self.algorithm.init_server(self.method, self.devices), self.joined(0)
+        return self.algorithm.admit(self.method, server, Roster(0, 0), joined) if joined.samples else server
 
     def first_device(self, server: Tree, device: int = 0) -> Tree:
         """What a device starts with that joins now."""

@@ -17,7 +17,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 
-from fedcpsl.config import AUTO, Config, algorithm_settings, with_settings
+from fedcpsl.config import AUTO, Algorithm, Config, algorithm_settings, with_settings
 from fedcpsl.errors import InputError
 from fedcpsl.sklearn.learning import Learnt, MakeModel, learn, probabilities
 from fedcpsl.sklearn.targets import device_names, known_labels, places, refuse_text, refuse_unseen, with_marks
@@ -216,8 +216,8 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             "run.processes": self.processes,
             "run.seed": self._seed(),
         }
-        own = {f"algorithm.{f.name}" for f in fields(algorithm_settings(self.algorithm))}
-        values = {name: v for name, v in values.items() if not name.startswith("algorithm.") or name in own}
+        kind = algorithm_settings(self.algorithm)
+        values = {name: v for name, v in values.items() if not name.startswith("algorithm.") or _applies(kind, name, v)}
         for name in self.settings or {}:
             if name.split(".")[0] in ("data", "model"):
                 raise ValueError(f"settings has {name!r}: give settings of algorithm, work or run")
@@ -273,6 +273,13 @@ def _plain(value: Any) -> Any:
 
 def _listed(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def _applies(kind: type[Any], name: str, value: Any) -> bool:
+    """Return whether an algorithm takes a value: the defaults here are FedCPSL's, and others have their own."""
+    key = name.partition(".")[2]
+    has = key in {f.name for f in fields(kind)}
+    return key == "name" or (has and (kind is Algorithm or value != getattr(Algorithm(), key)))
 
 
 @contextmanager
