@@ -20,10 +20,11 @@ from fedcpsl.data.readers import read_archive
 from fedcpsl.data.split import LABELLED, TEST, UNLABELLED
 from fedcpsl.errors import InputError
 from fedcpsl.evaluation import own_models, predict
-from fedcpsl.schedule import DeviceRound, Draw, Drawn, Probe, draw_by_weight
+from fedcpsl.schedule import DeviceRound, Draw, Drawn, Probe, draw_by_weight, runs_from
 from fedcpsl.simulation import Setup, State, initial_state, prepare
 from fedcpsl.simulation.rounds import next_state
 from fedcpsl.theory import applies, objectives
+from fedcpsl.trees import named_leaves
 from fedcpsl.views import Views
 
 RELATIVE, ABSOLUTE = 1e-9, 1e-11
@@ -134,6 +135,7 @@ def _federation(vector: Vector) -> Federation:
         role=np.concatenate([np.full(len(x), role, np.int8) for _, role, x in pieces]),
         classes=vector["meta"]["sizes"][-1],
         names=tuple(str(i) for i in range(devices)),
+        recording=np.concatenate([np.full(len(x), i) for i, _, x in pieces]),
     )
 
 
@@ -153,7 +155,11 @@ def _plan(vector: Vector, r: int, draws: Sequence[Draw]) -> list[DeviceRound]:
     def drawn(draw: Draw, device: int) -> Drawn:
         if draw.of == "step":
             return Drawn(vector[f"{at}/{draw.name}"][active.index(device)])
-        return Drawn(vector[f"{at}/device{device}/{draw.name}"])
+        found = vector[f"{at}/device{device}/{draw.name}"]
+        if draw.of != "runs":
+            return Drawn(found)
+        count = steps[active.index(device)]  # a vector has the first samples of runs, none where a device has no run
+        return Drawn(runs_from(found, draw.size) if len(found) else np.empty((count, 0), np.int64))
 
     return [
         DeviceRound(
@@ -234,7 +240,7 @@ def _recorded(state: State) -> list[tuple[str, int | None, str, NDArray[Any]]]:
     predictions = predict(state, setup.data.test).personal.exp().cpu().numpy()
 
     def add(tree: Any, side: str, device: int | None, key: str) -> None:
-        for field, value in tree._asdict().items():
+        for field, value in named_leaves(tree).items():
             name = called.get(f"{side}.{field}", field)
             if side == "device" and field in setup.terms.method.traits.per_sample:
                 own = value[: setup.terms.sizes.unlabelled[device]]

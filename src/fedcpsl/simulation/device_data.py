@@ -79,6 +79,7 @@ class DeviceData(NamedTuple):
     supply: OnDemand | None = None  # makes the samples of active devices; None: all are there
     axes: tuple[Axes, ...] = ()  # of windows, for views
     label_table: Tensor | None = None  # [devices, classes]: label counts, where they stay
+    recordings: Sequence[NDArray[np.int64]] | None = None  # lengths of each device's, of its unlabelled samples
 
     @property
     def where(self) -> torch.device:
@@ -157,6 +158,7 @@ def place_samples(
         made_of=federation if all_tested else None,
         axes=axes_of(federation),
         label_table=torch.from_numpy(federation.class_counts(LABELLED)).to(device).to(dtype),
+        recordings=federation.recordings,
     )
 
 
