@@ -75,8 +75,14 @@ def assert_equal(a, b, tolerance=1e-10):
             assert torch.allclose(x, y, rtol=tolerance, atol=tolerance), (name, (x - y).abs().max().item())
 
 
-def with_draws(method, samples):
-    """A minibatch with the further ones that the algorithm declares."""
+def as_declared(method, samples, labelled=2):
+    """A minibatch with what the algorithm's traits ask for: views, places of samples, further minibatches."""
+    if method.traits.views:
+        samples = samples._replace(strong=samples.x[:, labelled:] + 0.1)
+    if method.traits.per_sample:
+        places = torch.arange(samples.x.shape[1]).remainder(method.most_unlabelled)
+        held = samples.x.new_full(samples.x.shape[:1], method.most_unlabelled)
+        samples = samples._replace(which=places.expand(samples.x.shape[:2]), held=held)
     return samples._replace(extra={draw.name: samples for draw in method.traits.draws if not draw.per_visit})
 
 
@@ -146,9 +152,7 @@ def test_padding_changes_nothing(name):
         torch.nn.functional.pad(unlabelled, (0, 3)),
     )
     plain = Samples(x, target, labelled, unlabelled)
-    if method.traits.views:
-        plain, padded = (given._replace(strong=given.x[:, 2:] + 0.1) for given in (plain, padded))
-    plain, padded = (with_draws(method, given) for given in (plain, padded))
+    plain, padded = (as_declared(method, given) for given in (plain, padded))
     sent = stacked_broadcast(setup, state.server, [0, 2])
     ends = []
     for samples in (plain, padded):
@@ -190,13 +194,12 @@ def test_inputs_are_not_modified(name):
     state = initial_state(setup)
     rng = np.random.default_rng(1)
     server = map_tensors(lambda t: t + 0.1, state.server)
-    device = map_tensors(lambda t: t + 0.2, state.devices)
+    device = map_tensors(lambda t: t + 0.2 if t.is_floating_point() else t.clone(), state.devices)
     sent = stacked_broadcast(setup, server, range(5))
     x = torch.from_numpy(rng.normal(size=(5, 4, 6)))
     nu = torch.softmax(torch.from_numpy(rng.normal(size=(5, 4, 3))), -1)
     weights = torch.full((5, 4), 0.25, dtype=torch.float64)
-    samples = Samples(x, nu, weights, weights, strong=x[:, 2:] + 0.1 if method.traits.views else None)
-    samples = with_draws(method, samples)
+    samples = as_declared(method, Samples(x, nu, weights, weights))
     given_in = [server, device, sent, hyper, samples[:4]]
     before = [map_tensors(lambda t: t.clone(), tuple(s)) for s in given_in]
     if relabel := optional(algorithm, "relabel"):

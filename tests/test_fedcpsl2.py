@@ -13,6 +13,7 @@ from fedcpsl.algorithms import fedcpsl2
 from fedcpsl.config import Run, Work
 from fedcpsl.data.federation import Federation
 from fedcpsl.evaluation import evaluate
+from fedcpsl.prior import log_evidence, mixed_with_uniform, smoothed, smoothed_by_evidence
 from fedcpsl.problem import PriorCosts, prior_costs
 from fedcpsl.simulation import initial_state
 from fedcpsl.trees import map_tensors
@@ -22,22 +23,134 @@ def number(value):
     return torch.tensor(value, dtype=torch.float64)
 
 
+def hyper_of(shape=(), **numbers):
+    """Numbers with some set and the others 1."""
+    return fedcpsl2.Hyper(*(torch.full(shape, numbers.get(name, 1.0)).double() for name in fedcpsl2.Hyper._fields))
+
+
+def method_of(setup=None, **rules):
+    given = (setup or make()).terms.method
+    return given._replace(rules=given.rules._replace(**rules))
+
+
 def test_the_prior_of_labels():
     # 3, 1 and 0 labels, each with one more: 4/7, 2/7, 1/7
-    assert fedcpsl2.label_prior(number([3.0, 1, 0]), number(1.0)).tolist() == pytest.approx([4 / 7, 2 / 7, 1 / 7])
-    assert fedcpsl2.label_prior(number([0.0, 0]), number(1.0)).tolist() == [0.5, 0.5]
+    assert smoothed(number([3.0, 1, 0]), number(1.0)).tolist() == pytest.approx([4 / 7, 2 / 7, 1 / 7])
+    assert smoothed(number([0.0, 0]), number(1.0)).tolist() == [0.5, 0.5]
+
+
+def test_the_evidence_of_counts():
+    # two classes, s = 1: all counts of N samples in order are as likely, 1 / ((N + 1) C(N, n)): n = (2, 1): 1/12
+    assert log_evidence(number([2.0, 1]), number([1.0])).exp().tolist() == pytest.approx([1 / 12])
+    # s = 0.5: B(2.5, 1.5) / B(0.5, 0.5) = 1/16
+    assert log_evidence(number([2.0, 1]), number([1.0, 0.5])).exp().tolist() == pytest.approx([1 / 12, 1 / 16])
+
+
+def test_counts_decide_how_much_they_are_smoothed():
+    two = smoothed_by_evidence(number([4.0, 3, 0, 0, 0, 0, 0, 0, 0, 0]))
+    assert two[:2].sum() > 0.9  # few classes: the others are not there
+    many = smoothed_by_evidence(number([2.0, 1, 2, 1, 2, 1]))
+    assert many.max() < 1.2 / 6  # few counts of all classes: near uniform
+    thousands = smoothed_by_evidence(number([2000.0, 1000, 2000, 1000, 2000, 1000]))
+    assert thousands.tolist() == pytest.approx([2 / 9, 1 / 9] * 3, rel=1e-2)  # many counts: their frequencies
+    assert smoothed_by_evidence(number([0.0] * 4)).tolist() == pytest.approx([0.25] * 4)
+    in_rows = smoothed_by_evidence(torch.stack([many * 9, many * 0]))
+    assert in_rows.shape == (2, 6)
+    assert torch.allclose(in_rows.sum(-1), number([1.0, 1.0]))
 
 
 def test_a_step_of_em():
+    method = method_of(by_evidence=False, em_steps=1)
+    labels, hyper = number([1.0, 0]), hyper_of(em_weight=10.0)
     # n = (1, 0), s = 1: pi = (2/3, 1/3). A sample with h = (0.5, 0.5) has the posterior pi: counts 2 + 2/3 and 1 + 1/3
     log_h = number([[0.5, 0.5]]).log()
-    pi = fedcpsl2.em_prior(number([1.0, 0]), number(1.0), log_h, 1)
-    assert pi.tolist() == pytest.approx([2 / 3, 1 / 3])
+    assert fedcpsl2.em_prior(method, hyper, labels, log_h).tolist() == pytest.approx([2 / 3, 1 / 3])
     # h = (0.2, 0.8): (0.2 2/3, 0.8 1/3) / 0.4 = (1/3, 2/3); counts 2 + 1/3 and 1 + 2/3, of 4
     log_h = number([[0.2, 0.8]]).log()
-    assert fedcpsl2.em_prior(number([1.0, 0]), number(1.0), log_h, 1).tolist() == pytest.approx([7 / 12, 5 / 12])
+    assert fedcpsl2.em_prior(method, hyper, labels, log_h).tolist() == pytest.approx([7 / 12, 5 / 12])
+    # four such samples that count as two: 2 + 2/3 and 1 + 4/3, of 5
+    lighter = fedcpsl2.em_prior(method, hyper_of(em_weight=2.0), labels, log_h.expand(4, 2))
+    assert lighter.tolist() == pytest.approx([8 / 15, 7 / 15])
     # without labels EM would feed on itself
-    assert fedcpsl2.em_prior(number([0.0, 0]), number(1.0), log_h, 3).tolist() == [0.5, 0.5]
+    assert fedcpsl2.em_prior(method, hyper, number([0.0, 0]), log_h).tolist() == [0.5, 0.5]
+
+
+def test_a_prior_that_is_trusted_less():
+    # (1 - 0.5) (0.8, 0.2) + 0.5 / 2
+    assert mixed_with_uniform(number([0.8, 0.2]), number(0.5)).tolist() == pytest.approx([0.65, 0.35])
+
+
+def test_step_sizes_fall_along_a_cosine():
+    method = method_of()._replace(rounds=4)
+    rates = [fedcpsl2.decay(method, number(float(r))).item() for r in range(6)]
+    assert rates == pytest.approx([1, (1 + 0.5**0.5) / 2, 0.5, (1 - 0.5**0.5) / 2, *[(1 - 0.5**0.5) / 2] * 2])
+    constant = method._replace(rules=method.rules._replace(decay=False))
+    assert fedcpsl2.decay(constant, number(3.0)) == 1
+    sent = fedcpsl2.Broadcast(None, None, number(0.5))
+    sizes = fedcpsl2.step_sizes(method, hyper_of(eta=0.1, eta_lc=0.2), sent.rate)
+    assert sizes.tolist() == pytest.approx([0.05, 0.1])
+    personal = fedcpsl2.step_sizes(method._replace(personal_round=True), hyper_of(eta=0.1, eta_lc=0.2), sent.rate)
+    assert personal.tolist() == pytest.approx([0, 0.2])
+
+
+def test_control_variates_divide_by_the_rounds_step_size():
+    """After a round with half of the step size, c_i is the mean gradient as with the whole."""
+    method = method_of()
+    theta, delta = number([1.0, 2.0]), number([-0.3, 0.6])
+    device = fedcpsl2.Device(theta * 0, theta * 0, number([0.5, 0.5]), number(0.0))
+    upload = fedcpsl2.Upload(delta, torch.tensor(3))
+    hyper = hyper_of(eta=0.1, gamma=0.0)
+    sent = fedcpsl2.Broadcast(theta, number([0.5, 0.5]), number(0.5))
+    # 0 - (0.5 + delta / (0.1 0.5 3))
+    expected = [-(0.5 - 2), -(0.5 + 4)]
+    assert fedcpsl2.commit(method, hyper, sent, device, upload).c.tolist() == pytest.approx(expected)
+    server = fedcpsl2.Server(theta, sent.c, number(1.0), sent.rate)
+    added = fedcpsl2.contribution(method, hyper, upload, number(1.0))
+    assert fedcpsl2.server_c(server, added).tolist() == pytest.approx(expected)  # the only device: c = c_1
+
+
+def test_teachers_and_weights_of_pseudo_labels():
+    """theta says class 0 with 0.9, theta_lc class 1 with 0.6: the mixture says class 0 with 0.65."""
+    log_h = number([[[0.9, 0.1]], [[0.4, 0.6]]]).log()
+
+    class Fixed:
+        def log_probabilities_at(self, *_):
+            return log_h
+
+    method = method_of()._replace(network=Fixed())
+    local = fedcpsl2.Local((), (), (), None, number([0.5, 0.5]).log(), None, None)
+
+    def answer(teacher, tau, method=method):
+        hyper = hyper_of(teacher=teacher, tau=tau)
+        labels, weights = fedcpsl2.pseudo_labels(method, hyper, local, torch.zeros(1, 1))
+        return labels.argmax().item(), weights.item()
+
+    assert answer(0.5, 0.6) == (0, 1)
+    assert answer(0.5, 0.7) == (0, 0)
+    assert answer(0.0, 0.8) == (0, 1)
+    assert answer(1.0, 0.5) == (1, 1)
+    soft = method._replace(rules=method.rules._replace(soft_weights=True))
+    assert answer(0.5, 0.7, soft) == (0, pytest.approx(0.65))
+
+
+def test_personal_rounds_keep_theta_and_train_the_rest():
+    settings = fedcpsl2.Settings(eta=0.05)
+    states = [
+        map_tensors(torch.clone, (s.server, s.devices)) for s in simulate(make(settings, rounds=3, personal_rounds=2))
+    ]
+    (server, before), (same, after) = states[3], states[5]
+    assert torch.equal(server.theta, same.theta)
+    assert torch.equal(before.c, after.c)
+    assert (before.delta != after.delta).any(1).all()
+
+
+def test_devices_alone_never_hear_of_a_server():
+    settings = fedcpsl2.Settings(name="fedcpsl2-alone", eta=0.05)
+    *_, last = simulate(make(settings))
+    assert torch.equal(last.server.theta, last.setup.terms.method.network.initial)
+    assert last.uplink_bytes == last.downlink_bytes == 0
+    assert evaluate(last).personal.mean > 0.5
+    assert evaluate(last).general is None
 
 
 def test_prediction_with_prior_and_mixture():
@@ -74,7 +187,9 @@ def make(settings=None, **run):
     federation = Federation.from_arrays(x, y, device, labelled=0.2, stratified=True)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.ReLU(), torch.nn.Linear(12, 6))
-    work = Work(rounds=12, active=3, unit="steps", amount=8, batch_labelled=8, batch_unlabelled=8)
+    personal_rounds = run.pop("personal_rounds", 0)
+    rounds = run.pop("rounds", 12)
+    work = Work(rounds, 3, "steps", 8, batch_labelled=8, batch_unlabelled=8, personal_rounds=personal_rounds)
     return prepare(
         federation,
         model,
@@ -88,7 +203,7 @@ def test_devices_that_were_never_visited_know_their_labels():
     state = initial_state(make())
     counts = torch.stack([state.setup.data.label_counts(i) for i in range(6)])
     assert counts.sum() == state.setup.terms.sizes.labelled.sum()
-    assert torch.allclose(state.devices.pi, (counts + 1) / (counts + 1).sum(1, keepdim=True))
+    assert torch.allclose(state.devices.pi, smoothed_by_evidence(counts))
     assert (state.devices.pi.argsort(1)[:, -2:] // 2 == torch.arange(6)[:, None] % 3).all()  # its own two classes
 
 
@@ -118,20 +233,20 @@ def test_em_begins_with_the_second_visit():
     sent, hyper = fedcpsl2.broadcast(state.server), state.hyper(0)
     visit = Visit(number([2.0, 1, 0, 0, 0, 0]), setup.data.visit(0).x)
     first = fedcpsl2.prepare(method, hyper, sent, state.device(0), visit)
-    assert torch.allclose(first.pi, number([3.0, 2, 1, 1, 1, 1]) / 9)
+    assert torch.allclose(first.pi, smoothed_by_evidence(visit.labels))
     second = fedcpsl2.prepare(method, hyper, sent, first, visit)
     assert not torch.allclose(second.pi, first.pi)
     assert (first.visits.item(), second.visits.item()) == (1, 2)
-    off = fedcpsl2.prepare(method._replace(rules=fedcpsl2.Rules("off", 3)), hyper, sent, first, visit)
+    off = fedcpsl2.prepare(method_of(setup, prior="off"), hyper, sent, first, visit)
     assert torch.allclose(off.pi, number([1 / 6] * 6))
 
 
 def test_the_prior_and_the_unlabelled_samples_pay():
     """On devices of two classes, which one of the other four never belongs to."""
-    best = fedcpsl2.Settings(eta=0.05)
+    best = fedcpsl2.Settings(eta=0.15)
     found = {}
     for name, settings in {"all": best, "no prior": replace(best, prior="off", beta=0.0)}.items():
-        *_, last = simulate(make(settings, executor="vectorised"))
+        *_, last = simulate(make(settings, executor="vectorised", rounds=30))
         found[name] = evaluate(last).personal.mean
     assert found["all"] > 0.85
     assert found["all"] > found["no prior"] + 0.1
@@ -141,5 +256,5 @@ def test_what_a_device_predicts_follows_the_general_model():
     """Its own model is theta plus its change: new with every theta, also where the device was not active."""
     states = [map_tensors(torch.clone, (state.server, state.devices)) for state in simulate(make())]
     for server, devices in states[1:]:
-        own = fedcpsl2.own_model(None, fedcpsl2.Hyper(*[number(0.5)] * 8), devices, server.theta)
+        own = fedcpsl2.own_model(None, hyper_of(kappa=0.5), devices, server.theta)
         assert torch.allclose(own, server.theta + 0.5 * devices.delta)

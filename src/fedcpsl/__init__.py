@@ -23,7 +23,7 @@ _HOMES = {
     "cnn1d": "fedcpsl.models",
     "resnet8": "fedcpsl.models",
     "logistic": "fedcpsl.models",
-    "prepare": "fedcpsl.simulation",
+    "prepare": "fedcpsl.step_size",
     "simulate": "fedcpsl.simulation",
     "simulate_together": "fedcpsl.simulation",
     "evaluate": "fedcpsl.evaluation",

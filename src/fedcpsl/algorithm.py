@@ -44,9 +44,8 @@ class Traits(NamedTuple):
     follows: bool = False  # a device's own model changes whenever the general one does
     views: str | Views = ""  # of the samples of a step: "auto" by the shape of inputs, or see `fedcpsl.views`; "": none
     draws: tuple[Draw, ...] = ()  # of the schedule, beside the minibatch of each step
-    probe: Draw | None = (
-        None  # of what some devices are asked about in a second exchange of each round; None: there is none
-    )
+    probe: Draw | None = None  # of what a second exchange of each round asks some devices about
+    per_sample: tuple[str, ...] = ()  # fields of `Device` with a row for each unlabelled sample (`most_unlabelled`)
 
 
 class Method(NamedTuple):
@@ -56,6 +55,8 @@ class Method(NamedTuple):
     traits: Traits
     rules: Hashable  # whatever the algorithm's functions decide by: equal where runs may share a program
     personal_round: bool = False  # whether a device trains its own model alone, the server's being fixed
+    rounds: int = 0  # in which the server takes part: for what changes over a run; 0 where nobody knows
+    most_unlabelled: int = 0  # samples that a device has, where it keeps something of each; a device may have fewer
 
     @property
     def draws(self) -> dict[str, Any]:

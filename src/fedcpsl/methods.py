@@ -25,6 +25,12 @@ class Resolved(NamedTuple):
     method: Method  # of the rounds in which the server takes part
     personal_method: Method  # of personal rounds, where there are some
 
+    def for_sizes(self, sizes: Sizes) -> "Resolved":
+        """The same with room for a state of each sample, where the algorithm keeps one."""
+        most = int(sizes.unlabelled.max(initial=0))
+        each = [m._replace(most_unlabelled=most) if m.traits.per_sample else m for m in self[1:]]
+        return self._replace(method=each[0], personal_method=each[1])
+
     def kept_method(self, work: Work) -> Method:
         """The method for what a device keeps: with a personal model if it ever has one."""
         return self.personal_method if work.personal_rounds else self.method
@@ -36,7 +42,7 @@ def resolved(settings: Any, network: Network, work: Work, costs: Costs | None = 
     if not isinstance(settings, algorithm.Settings):
         name = getattr(algorithm, "__name__", "its file")
         raise InputError(f"algorithm.name = {settings.name!r}: has settings of its own; give {name}.Settings(...)")
-    method = Method(network, *algorithm.resolve(variant, settings, costs or Costs()))
+    method = Method(network, *algorithm.resolve(variant, settings, costs or Costs()), rounds=work.rounds)
     if work.two_phase and not work.personal_rounds:
         raise InputError("work.two_phase = true: its second phase is personal rounds; give work.personal_rounds too")
     if not work.personal_rounds:

@@ -66,6 +66,8 @@ class Samples(NamedTuple):
     partner: Tensor | None = None  # [..., samples, classes]: log h(theta; x) of a theta that stays fixed
     strong: Tensor | None = None  # [..., unlabelled samples, ...]: strong views of them; x then has weak views of all
     extra: "Mapping[str, Samples]" = MappingProxyType({})  # further minibatches of the step, by the name of their draw
+    which: Tensor | None = None  # [..., samples]: where each row is among the device's labelled or unlabelled samples
+    held: Tensor | None = None  # [...]: how many unlabelled samples the device has; both if it keeps a state of each
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor | None]:
@@ -148,12 +150,15 @@ def with_prior(log_h: Tensor, log_pi: Tensor) -> Tensor:
 
 
 class PriorCosts(NamedTuple):
-    """The costs of two models with a class prior, the second mixed with the first, as a function of their outputs."""
+    """The costs of two models with a class prior, the second mixed with the first, as a function of their outputs.
+
+    Without beta nothing is mixed.
+    """
 
     target: Tensor  # [..., samples, classes]
     weights: Tensor  # [..., samples]
     log_pi: Tensor  # [..., classes]
-    beta: Tensor  # [...]
+    beta: Tensor | None  # [...]
 
     def __call__(self, log_h: Tensor) -> Tensor:
         return prior_costs(self, log_h)
@@ -164,9 +169,11 @@ def prior_costs(given: PriorCosts, log_h: Tensor) -> Tensor:
 
     The weights have lambda_u and whether a pseudo-label is confident. No gradient of F_i reaches theta_i.
     """
-    general, own = with_prior(log_h, given.log_pi.unsqueeze(-2)).unbind(-3)
-    mixed = mixture(own, general.detach(), given.beta)
-    loss = cross_entropy(torch.stack([general, mixed], -3), given.target.unsqueeze(-3))
+    log_h = with_prior(log_h, given.log_pi.unsqueeze(-2))
+    if given.beta is not None:
+        general, own = log_h.unbind(-3)
+        log_h = torch.stack([general, mixture(own, general.detach(), given.beta)], -3)
+    loss = cross_entropy(log_h, given.target.unsqueeze(-3))
     return (given.weights.unsqueeze(-2) * loss).sum(-1)
 
 

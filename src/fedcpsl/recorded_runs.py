@@ -24,6 +24,7 @@ from fedcpsl.schedule import DeviceRound, Draw, Drawn, Probe, draw_by_weight
 from fedcpsl.simulation import Setup, State, initial_state, prepare
 from fedcpsl.simulation.rounds import next_state
 from fedcpsl.theory import applies, objectives
+from fedcpsl.views import Views
 
 RELATIVE, ABSOLUTE = 1e-9, 1e-11
 Vector = dict[str, Any]
@@ -62,15 +63,16 @@ def read_vector(path: Path) -> Vector:
 def replay(vector: Vector, executor: str, device: str = "cpu") -> Iterator[Difference]:
     """Run the recorded schedule and yield the difference of every recorded output, in order of rounds."""
     try:
-        setup = _setup(vector, executor, device)
         rounds = vector["meta"]["rounds"]
+        setup, views = _with_recorded_views(vector, _setup(vector, executor, device))
         state = initial_state(setup)
         yield from _compare(vector, state)
         for r in range(rounds):
             yield from _compare_draw(vector, state)
             traits = setup.terms.method.traits
+            plan = [task._replace(views=views.get((r, task.device))) for task in _plan(vector, r, traits.draws)]
             probes = _probes(vector, r, traits.probe) if traits.probe else None
-            state = next_state(state, _plan(vector, r, traits.draws), probes=probes)
+            state = next_state(state, plan, probes=probes)
             yield from _compare(vector, state)
         yield from _compare_predictions(vector, state)
         yield from _not_compared(vector, state)
@@ -181,6 +183,42 @@ def _compare_draw(vector: Vector, state: State) -> Iterator[Difference]:
             yield _difference(quantity, state.round, None, np.array([*found]), vector[f"{at}/{quantity}"])
 
 
+def _with_recorded_views(vector: Vector, setup: Setup) -> tuple[Setup, dict[tuple[int, int], NDArray[np.int64]]]:
+    """Return a setup whose views are looked up in the recorded ones, and the keys of each round and device."""
+    method, tables = setup.terms.method, list[NDArray[Any]]()
+    if not method.traits.views:
+        return setup, {}
+    keys = {}
+    for r in range(vector["meta"]["rounds"]):
+        at = f"in/schedule/round{r}"
+        for i, steps in zip(vector[f"{at}/active"].tolist(), vector[f"{at}/steps"].tolist(), strict=True):
+            keys[r, i] = _view_keys(vector, f"{at}/device{i}", steps, setup.terms.batch_widths, tables)
+    recorded = torch.from_numpy(np.concatenate(tables)).to(setup.data.where)
+
+    def look_up(x: Tensor, key: Tensor) -> Tensor:
+        there = (key >= 0).reshape(key.shape + (1,) * (x.dim() - key.dim()))
+        return torch.where(there, recorded[key.clamp_min(0)], x)
+
+    method = method._replace(traits=method.traits._replace(views=Views(look_up, look_up)))
+    return setup._replace(terms=setup.terms._replace(method=method, personal_method=method)), keys
+
+
+def _view_keys(
+    vector: Vector, at: str, steps: int, widths: tuple[int, int], tables: list[NDArray[Any]]
+) -> NDArray[np.int64]:
+    """Return where a device's views are among all recorded ones, to which they are added; -1 where none is."""
+    pieces = []
+    for name, width in (("weak_l", widths[0]), ("weak", widths[1]), ("strong", widths[1])):
+        own = np.full((steps, width), -1)
+        found = vector.get(f"{at}/{name}")
+        if found is not None and found.size:
+            first, count = sum(map(len, tables)), found.shape[1]
+            own[:, :count] = first + np.arange(steps * count).reshape(steps, count)
+            tables.append(found.reshape(-1, *found.shape[2:]))
+        pieces.append(own)
+    return np.concatenate(pieces, 1)
+
+
 def _compare(vector: Vector, state: State) -> Iterator[Difference]:
     for quantity, device, key, value in _recorded(state):
         if key in vector:
@@ -197,6 +235,10 @@ def _recorded(state: State) -> list[tuple[str, int | None, str, NDArray[Any]]]:
     def add(tree: Any, side: str, device: int | None, key: str) -> None:
         for field, value in tree._asdict().items():
             name = called.get(f"{side}.{field}", field)
+            if side == "device" and field in setup.terms.method.traits.per_sample:
+                own = value[: setup.terms.sizes.unlabelled[device]]
+                found.append((name, device, f"{key}/{name}", own.cpu().numpy()))
+                continue
             for rest, array in _by_name(setup, value).items():
                 found.append((name, device, f"{key}/{name}{rest}", array))
 

@@ -25,6 +25,7 @@ PURPOSES = (
     "dropout",
     "labels",
     "views",
+    "step_size",
     "extra",
     "weights",
     "probed",

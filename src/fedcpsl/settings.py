@@ -104,6 +104,7 @@ def is_sizes(value: Any) -> bool:
 
 Numbers = float | list[float]
 AUTO = "auto"
+SEARCH = "search"
 FAMILY = ("fedcpsl", "fedshvr", "fedshvrp", "apfl", "apfsl", "fedavg", "scaffold", "local", "local-pseudo")
 
 
@@ -164,6 +165,9 @@ class Data:
     )
     validation: float = real(
         0.0, "share of each device's remaining samples that is kept for choosing settings", 0, 1, open_ends="]"
+    )
+    axes: str = text(
+        AUTO, "channels of windows that are a sensor's x, y and z, as in 0 1 2, 3 4 5, for views; auto: those of har"
     )
     normalise: str = choice(
         AUTO, "subtract the training data's mean and divide by its standard deviation", AUTO, "standard", "none"

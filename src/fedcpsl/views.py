@@ -4,8 +4,9 @@ A view is a function of inputs [..., rows, *shape of one input] and of one key p
 random numbers are computed where the inputs lie; the schedule draws the keys. So all executors make the same views.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from math import pi
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from fedcpsl.errors import InputError
 
 View = Callable[[Tensor, Tensor], Tensor]
 KINDS = ("image", "window", "table")
-PLACE, SHADE, NOISE = range(3)  # streams of random numbers of one key
+PLACE, SHADE, NOISE, TURN = range(4)  # streams of random numbers of one key
 
 
 class Views(NamedTuple):
@@ -26,8 +27,16 @@ class Views(NamedTuple):
     strong: View
 
 
+class Axes(NamedTuple):
+    """Three channels of a window that are the x, y and z axis of a sensor, and how each was normalised."""
+
+    channels: tuple[int, int, int]
+    shift: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    scale: tuple[float, float, float] = (1.0, 1.0, 1.0)
+
+
 @lru_cache(maxsize=32)
-def views_for(kind: "str | Views", shape: tuple[int, ...]) -> Views | None:
+def views_for(kind: "str | Views", shape: tuple[int, ...], axes: tuple[Axes, ...] = ()) -> Views | None:
     """The views of inputs of a shape; `kind` is one of KINDS, "auto" for what the shape suggests, or "" for none."""
     if not kind or isinstance(kind, Views):
         return kind or None
@@ -38,7 +47,9 @@ def views_for(kind: "str | Views", shape: tuple[int, ...]) -> Views | None:
         kind = suggested
     if kind not in KINDS or kind != suggested:
         raise InputError(f"views = {kind!r}: do not fit inputs of shape {list(shape)}; give auto")
-    return {"image": image_views, "window": window_views, "table": table_views}[kind](shape)
+    if kind == "window":
+        return window_views(shape, axes)
+    return image_views(shape) if kind == "image" else table_views(shape)
 
 
 def viewed(views: Views, x: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,8 +64,11 @@ def viewed(views: Views, x: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def image_views(shape: tuple[int, ...]) -> Views:
-    """Shifts by an eighth, mirror images where there are colours; strong: contrast, brightness, a blank square too."""
-    place = partial(shifted_images, most=max(1, min(shape[1:]) // 8), mirror=shape[0] == 3)
+    """Shifts by about a tenth, mirror images where there are colours; strong: contrast, brightness, a blank square too.
+
+    Small images are not shifted: a pixel of eight is a stroke's width.
+    """
+    place = partial(shifted_images, most=max(0, (min(shape[1:]) - 8) // 8), mirror=shape[0] == 3)
     side = max(1, min(shape[1:]) * 2 // 5)
 
     def strong(x: Tensor, keys: Tensor) -> Tensor:
@@ -63,11 +77,15 @@ def image_views(shape: tuple[int, ...]) -> Views:
     return Views(place, strong)
 
 
-def window_views(shape: tuple[int, ...]) -> Views:
-    """Shifts in time by an eighth, a scale, noise; strong: three times as much, and a quarter of the readings blank."""
+def window_views(shape: tuple[int, ...], axes: tuple[Axes, ...] = ()) -> Views:
+    """Shifts in time by an eighth, a scale, noise; strong: three times as much, and a quarter of the readings blank.
+
+    Sensors whose axes are known are rotated together by up to 15 degrees in both: nobody carries a phone the same way.
+    """
     time = shape[1]
 
     def view(x: Tensor, keys: Tensor, strength: float) -> Tensor:
+        x = rotated(x, keys, axes, 15.0) if axes else x
         moved = scaled(shifted_in_time(x, keys, max(1, time // 8)), keys, 0.1 * strength)
         return with_noise(moved, keys, 0.05 * strength)
 
@@ -159,3 +177,53 @@ def without_readings(x: Tensor, keys: Tensor, count: int) -> Tensor:
     """Windows with `count` readings in a row set to zero, of all channels."""
     blank = _near(_uniform(keys, PLACE, 2, x)[..., 1], x.shape[-1], count, x)
     return x.masked_fill(blank[..., None, :], 0)
+
+
+def rotated(x: Tensor, keys: Tensor, axes: tuple[Axes, ...], most: float) -> Tensor:
+    """Windows with each sensor's x, y and z turned by U(-most, most) degrees about a random direction, all alike.
+
+    Readings are rotated as they were before they were normalised.
+    """
+    channels, shift, scale = _axes_tensors(axes, x.device, x.dtype)
+    turn = _rotation(_uniform(keys, TURN, 3, x), most * pi / 180).unsqueeze(-3)
+    sensors = x.index_select(-2, channels).unflatten(-2, (-1, 3))  # [..., rows, sensors, 3, time]
+    turned = (turn @ (sensors * scale + shift) - shift) / scale
+    return x.index_copy(x.dim() - 2, channels, turned.flatten(-3, -2))
+
+
+def _rotation(u: Tensor, most: float) -> Tensor:
+    """cos a I + sin a [k]_x + (1 - cos a) k k^T: the rotation by an angle a about a direction k, [..., 3, 3]."""
+    height, around = 2 * u[..., 0] - 1, 2 * pi * u[..., 1]
+    radius = (1 - height * height).clamp_min(0).sqrt()
+    k = torch.stack([radius * around.cos(), radius * around.sin(), height], -1)
+    angle = (most * (2 * u[..., 2] - 1))[..., None, None]
+    x, y, z = k.unbind(-1)
+    none = torch.zeros_like(x)
+    cross = torch.stack([none, -z, y, z, none, -x, -y, x, none], -1).unflatten(-1, (3, 3))
+    eye = torch.eye(3, dtype=u.dtype, device=u.device)
+    return angle.cos() * eye + angle.sin() * cross + (1 - angle.cos()) * k[..., :, None] * k[..., None, :]
+
+
+@lru_cache(maxsize=8)
+def _axes_tensors(axes: tuple[Axes, ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Channels of all sensors, and what their readings were normalised by, [sensors, 3, 1]."""
+    channels = torch.tensor([c for each in axes for c in each.channels], device=device)
+    shift, scale = (
+        torch.tensor(numbers, dtype=dtype, device=device)[..., None]
+        for numbers in ([each.shift for each in axes], [each.scale for each in axes])
+    )
+    return channels, shift, scale
+
+
+def normalised_axes(
+    triples: Sequence[tuple[int, int, int]], shift: Sequence[float], scale: Sequence[float]
+) -> tuple[Axes, ...]:
+    """Axes with the normalisation of their channels; `shift` and `scale` have a number for every channel."""
+    return tuple(
+        Axes(
+            (a, b, c),
+            (float(shift[a]), float(shift[b]), float(shift[c])),
+            (float(scale[a]), float(scale[b]), float(scale[c])),
+        )
+        for a, b, c in triples
+    )

@@ -2,11 +2,12 @@
 
 The device's class distribution pi_i is in every prediction; its own model is the general one plus what the device
 changed; its own mixture labels weak views of unlabelled samples, and both models learn the confident ones on strong
-views. The rounds are FedCPSL's: momentum, control variates, normalised aggregation.
+views. The rounds are FedCPSL's: momentum, control variates, normalised aggregation; step sizes fall along a cosine.
 """
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from math import pi
 from typing import Any, NamedTuple
 
 import torch
@@ -14,51 +15,76 @@ from torch import Tensor
 
 from fedcpsl.algorithm import Method, Roster, Traits, Visit
 from fedcpsl.algorithms.family import (
-    Broadcast,
-    Server,
     Sum,
     Upload,
-    broadcast,
     descend,
     effective_steps,
     greeting,
     mean_gradient,
     momentum,
     received_model,
-    server_c,
     server_theta,
     started_again,
     update_rate,
 )
-from fedcpsl.averaging import general_model
 from fedcpsl.engine import Leaves
+from fedcpsl.errors import InputError
+from fedcpsl.prior import expected_counts, mixed_with_uniform, smoothed, smoothed_by_evidence
 from fedcpsl.problem import PriorCosts, Samples, mixture, with_prior
 from fedcpsl.schedule import Sizes
-from fedcpsl.settings import AUTO, choice, real, whole
+from fedcpsl.settings import AUTO, SEARCH, choice, real, whole
 
-__all__ = ["broadcast", "general_model", "greeting", "received_model", "started_again", "update_rate"]
+__all__ = ["greeting", "received_model", "started_again", "update_rate"]
 
 PREDICTS_WITH = ("beta", "log_pi")
-VARIANTS = {"fedcpsl2": Traits(unlabelled=True, personal=True, models=2, gradients_per_step=4, follows=True)}
+TEACHERS = ("mixture", "global", "localized")
+PRIORS = ("em", "labels", "after", "off")
+VARIANTS = {
+    "fedcpsl2": Traits(unlabelled=True, personal=True, models=2, gradients_per_step=4, follows=True),
+    "fedcpsl2-alone": Traits(unlabelled=True, personal=True, alone=True, gradients_per_step=2),
+}
 
 
 @dataclass(frozen=True)
 class Settings:
     """What can be set; each part of the method has its own switch."""
 
-    name: str = choice("fedcpsl2", "the algorithm", *VARIANTS)
-    eta: float | str = real(AUTO, "step size of the copy of the global model", 0, open_ends="[", also=(AUTO,))
+    name: str = choice("fedcpsl2", "the algorithm; fedcpsl2-alone: without a server", *VARIANTS)
+    eta: float | str = real(
+        SEARCH,
+        "step size of the copy of the global model; search: found by short runs on some of the labels; auto: 0.05, "
+        "0.02 for mnist, 0.01 for cifar10",
+        0,
+        open_ends="[",
+        also=(SEARCH, AUTO),
+    )
     eta_lc: float | str = real(AUTO, "step size of the personal model; auto: 2 eta", 0, open_ends="[", also=(AUTO,))
+    decay: str = choice("cosine", "how step sizes fall over the rounds", "cosine", "none")
     gamma: float = real(0.8, "momentum of local steps", 0, 1, open_ends="]")
+    control_variates: bool = choice(True, "client variance reduction", True, False)
     beta: float = real(0.5, "weight of the personal model in a device's prediction", 0, 1)
     kappa: float = real(0.5, "how much of its own change a device keeps from visit to visit", 0, 1)
     prior: str = choice(
-        "em", "the class prior: from labels and unlabelled samples, from labels, none", "em", "labels", "off"
+        "em",
+        "the class prior: from labels and unlabelled samples; from labels; the same, in predictions after training "
+        "only; none",
+        *PRIORS,
     )
-    smoothing: float = real(1.0, "added to each class's count of labels in the prior", 0, open_ends="[")
+    smoothing: float | str = real(
+        AUTO,
+        "added to each class's count of labels in the prior; auto: by the evidence of the device's own counts",
+        0,
+        open_ends="[",
+        also=(AUTO,),
+    )
     em_steps: int = whole(3, "steps of expectation-maximisation a visit, from a device's second visit on", 1)
+    em_weight: float = real(10.0, "how many labels a device's unlabelled samples count for in the prior, at most", 0)
+    prior_in_costs: float = real(0.5, "weight of the prior in the costs, the rest is uniform", 0, 1)
+    prior_floor: float = real(0.02, "weight of the uniform distribution in the prior of predictions", 0, 1)
     lambda_u: float = real(1.0, "weight of unlabelled samples in the costs", 0)
     tau: float = real(0.8, "how confident a prediction must be to become a pseudo-label", 0, 1)
+    soft_weights: bool = choice(False, "weigh pseudo-labels by their confidence instead of tau", True, False)
+    teacher: str = choice("mixture", "whose predictions become pseudo-labels", *TEACHERS)
     views: str = choice("auto", "views of samples: by the shape of inputs", "auto", "image", "window", "table")
 
 
@@ -67,6 +93,10 @@ class Rules(NamedTuple):
 
     prior: str
     em_steps: int
+    by_evidence: bool  # whether the prior's smoothing follows from the counts
+    soft_weights: bool
+    control_variates: bool
+    decay: bool
 
 
 class Hyper(NamedTuple):
@@ -78,27 +108,50 @@ class Hyper(NamedTuple):
     beta: Tensor
     kappa: Tensor
     smoothing: Tensor
+    em_weight: Tensor
+    prior_in_costs: Tensor
+    prior_floor: Tensor
     lambda_u: Tensor
     tau: Tensor
+    teacher: Tensor  # the personal model's weight in the prediction that makes pseudo-labels
+
+
+class Server(NamedTuple):
+    """What the server keeps."""
+
+    theta: Tensor  # [parameters]
+    c: Tensor  # [parameters]
+    updates: Tensor  # []: how often it has changed theta
+    rate: Tensor  # []: the factor of both step sizes
+
+
+class Broadcast(NamedTuple):
+    """What it sends to every active device."""
+
+    theta: Tensor
+    c: Tensor
+    rate: Tensor
 
 
 class Device(NamedTuple):
     """What never leaves the device."""
 
-    delta: Tensor  # [..., parameters]: theta_lc - theta_i after its last visit
+    delta: Tensor  # [..., parameters]: theta_lc - theta_i after its last visit; without a server theta_lc itself
     c: Tensor  # [..., parameters]
     pi: Tensor  # [..., classes]: its class distribution as it believes it to be
     visits: Tensor  # [...]
 
 
 class Local(NamedTuple):
-    """One device's working state in a round; leaves have a dimension for the two models: theta_i and theta_lc."""
+    """One device's working state in a round; leaves have a dimension for the models: theta_i and theta_lc."""
 
-    models: Leaves  # [..., 2, *shape] each
+    models: Leaves  # [..., models, *shape] each
     momenta: Leaves
     correction: Leaves  # [..., *shape] each: c - c_i
-    log_pi: Tensor  # [..., classes]
-    costs: Tensor  # [..., 2]
+    rates: Tensor  # [..., models]: step sizes of this round
+    log_pi: Tensor  # [..., classes]: of pseudo-labels
+    log_pi_costs: Tensor  # [..., classes]
+    costs: Tensor  # [..., models]
 
 
 class Numbers(NamedTuple):
@@ -110,7 +163,23 @@ class Numbers(NamedTuple):
 
 def resolve(variant: Traits, settings: Settings, _costs: Any) -> tuple[Traits, Rules]:
     """The views are the settings' own."""
-    return variant._replace(views=settings.views), Rules(settings.prior, settings.em_steps)
+    return variant._replace(views=settings.views), Rules(
+        settings.prior,
+        settings.em_steps,
+        settings.smoothing == AUTO,
+        settings.soft_weights,
+        settings.control_variates and not variant.alone,
+        settings.decay == "cosine",
+    )
+
+
+def phases(method: Method, settings: Settings, *, two_phase: bool) -> tuple[Method, Method]:
+    """The method of the rounds with the server, and that of personal rounds, in which theta is fixed."""
+    if method.traits.alone:
+        raise InputError(f"work.personal_rounds: {settings.name} has no server: all its rounds are personal; give 0")
+    if two_phase:
+        raise InputError(f"work.two_phase: {settings.name} trains both models at once; give false")
+    return method, method._replace(personal_round=True)
 
 
 def decided(settings: Settings, _method: Method, eta: float) -> Settings:
@@ -123,24 +192,45 @@ def choose_eta_lc(settings: Settings, eta: float) -> float:
     return 2 * eta if settings.eta_lc == AUTO else float(settings.eta_lc)
 
 
+def alone(settings: Settings) -> Settings:
+    """The settings of the same devices without a server, as a comparison would have them."""
+    by_default = settings.eta_lc == 2 * float(settings.eta)
+    return replace(settings, name="fedcpsl2-alone", eta_lc=AUTO if by_default else settings.eta_lc)
+
+
+def without_sums(settings: Settings) -> Settings:
+    """Without control variates, whose sum the server could not keep where no update is counted whole."""
+    return replace(settings, control_variates=False)
+
+
 def alike(method: Method) -> Hashable:
-    """Runs may go side by side where they make their priors in the same way."""
-    return method.rules
+    """Runs may go side by side where they decide by the same rules and count as many rounds."""
+    return method.traits.alone, method.rules, method.rounds
 
 
-def numbers(_method: Method, settings: Settings, _sizes: Sizes, *, warming: bool) -> dict[str, float]:
+def numbers(method: Method, settings: Settings, _sizes: Sizes, *, warming: bool) -> dict[str, float]:
     """One of each; no unlabelled terms while a device warms up."""
     eta = float(settings.eta)
+    beta = 1.0 if method.traits.alone else settings.beta
     return {
         "eta": eta,
         "eta_lc": choose_eta_lc(settings, eta),
         "gamma": settings.gamma,
-        "beta": settings.beta,
+        "beta": beta,
         "kappa": settings.kappa,
-        "smoothing": settings.smoothing,
+        "smoothing": 1.0 if settings.smoothing == AUTO else float(settings.smoothing),
+        "em_weight": settings.em_weight,
+        "prior_in_costs": settings.prior_in_costs,
+        "prior_floor": settings.prior_floor,
         "lambda_u": 0.0 if warming else settings.lambda_u,
         "tau": settings.tau,
+        "teacher": {"mixture": beta, "global": 0.0, "localized": 1.0}[settings.teacher],
     }
+
+
+def _rules(method: Method) -> Rules:
+    assert isinstance(method.rules, Rules)
+    return method.rules
 
 
 # What each side starts with.
@@ -149,18 +239,26 @@ def numbers(_method: Method, settings: Settings, _sizes: Sizes, *, warming: bool
 def init_server(method: Method, _devices: int) -> Server:
     """theta^0 as the network was made, c^0 = 0."""
     theta = method.network.initial.clone()
-    return Server(theta, torch.zeros_like(theta))
+    c = torch.zeros_like(theta) if _rules(method).control_variates else theta.new_zeros(0)
+    return Server(theta, c, torch.zeros_like(theta[0]), torch.ones_like(theta[0]))
+
+
+def broadcast(server: Server) -> Broadcast:
+    """theta^r, c^r and the factor of the round's step sizes, to every active device."""
+    return Broadcast(server.theta, server.c, server.rate)
 
 
 def init_device(method: Method, broadcast: Broadcast) -> Device:
-    """delta_i = 0, c_i = 0, pi_i uniform."""
+    """delta_i = 0, c_i = 0, pi_i uniform; a device without a server begins with theta^0."""
     nothing, classes = torch.zeros_like(broadcast.theta), method.network.classes
-    return Device(nothing, nothing.clone(), nothing.new_full((classes,), 1 / classes), nothing.new_zeros(()))
+    delta = broadcast.theta.clone() if method.traits.alone else nothing
+    c = nothing.clone() if _rules(method).control_variates else nothing[:0]
+    return Device(delta, c, nothing.new_full((classes,), 1 / classes), torch.zeros_like(nothing[0]))
 
 
 def with_labels(method: Method, hyper: Hyper, device: Device, labels: Tensor) -> Device:
     """pi_i of the labels alone, until the first visit; uniform where the prior is off."""
-    return device if _rules(method).prior == "off" else device._replace(pi=label_prior(labels, hyper.smoothing))
+    return device if _rules(method).prior == "off" else device._replace(pi=count_prior(method, hyper, labels))
 
 
 def admit(_method: Method, server: Server, before: Roster, after: Roster) -> Server:
@@ -171,39 +269,35 @@ def admit(_method: Method, server: Server, before: Roster, after: Roster) -> Ser
 # The prior.
 
 
-def label_prior(labels: Tensor, smoothing: Tensor) -> Tensor:
-    """pi_i = (n_i + s) / sum (n_i + s), and uniform without labels."""
-    counts = labels + smoothing[..., None]
-    uniform = torch.full_like(counts, 1 / counts.shape[-1])
-    return torch.where(labels.sum(-1, keepdim=True) > 0, counts / counts.sum(-1, keepdim=True), uniform)
+def count_prior(method: Method, hyper: Hyper, counts: Tensor) -> Tensor:
+    """pi_i = (n_i + s) / sum (n_i + s), with the s that is set or with those that the counts speak for."""
+    return smoothed_by_evidence(counts) if _rules(method).by_evidence else smoothed(counts, hyper.smoothing)
 
 
-def em_prior(labels: Tensor, smoothing: Tensor, log_h: Tensor, steps: int) -> Tensor:
-    """pi <- (n_i + s + sum_u softmax(log h(theta; u) + log pi)) / its sum, in each of some steps."""
-    pi = label_prior(labels, smoothing)
-    for _ in range(steps):
-        counts = labels + smoothing[..., None] + with_prior(log_h, pi.log()).exp().sum(-2)
-        pi = counts / counts.sum(-1, keepdim=True)
-    return torch.where(labels.sum(-1, keepdim=True) > 0, pi, label_prior(labels, smoothing))
+def em_prior(method: Method, hyper: Hyper, labels: Tensor, log_h: Tensor) -> Tensor:
+    """pi of n_i, then in each of some steps of n_i + min(M_i, nu) mean_u softmax(log h(theta; u) + log pi).
+
+    Without labels it stays uniform: EM alone would feed on itself.
+    """
+    first = found = count_prior(method, hyper, labels)
+    for _ in range(_rules(method).em_steps):
+        found = count_prior(method, hyper, labels + expected_counts(log_h, found, hyper.em_weight))
+    return torch.where(labels.sum(-1, keepdim=True) > 0, found, first)
 
 
 @torch.no_grad()
 def prepare(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device, visit: Visit) -> Device:
     """pi_i of a visit: uniform, of the labels, or by EM at theta^r from the second visit on."""
     rules = _rules(method)
-    pi = torch.full_like(device.pi, 1 / device.pi.shape[-1])
+    found = torch.full_like(device.pi, 1 / device.pi.shape[-1])
     if rules.prior != "off":
-        pi = label_prior(visit.labels, hyper.smoothing)
-    if rules.prior == "em" and len(visit.x):
-        pieces = [method.network.log_probabilities(broadcast.theta, some) for some in visit.x.split(4096)]
-        by_em = em_prior(visit.labels, hyper.smoothing, torch.cat(pieces), rules.em_steps)
-        pi = torch.where(device.visits > 0, by_em, pi)
-    return device._replace(pi=pi, visits=device.visits + 1)
-
-
-def _rules(method: Method) -> Rules:
-    assert isinstance(method.rules, Rules)
-    return method.rules
+        found = count_prior(method, hyper, visit.labels)
+    if rules.prior in ("em", "after") and len(visit.x):
+        theta = device.delta if method.traits.alone else broadcast.theta
+        pieces = [method.network.log_probabilities(theta, some) for some in visit.x.split(4096)]
+        by_em = em_prior(method, hyper, visit.labels, torch.cat(pieces))
+        found = torch.where(device.visits > 0, by_em, found)
+    return device._replace(pi=found, visits=device.visits + 1)
 
 
 # A device's round.
@@ -215,13 +309,37 @@ def personal_start(theta: Tensor, kappa: Tensor, delta: Tensor) -> Tensor:
 
 
 def begin(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device) -> Local:
-    """theta_i^{r,0} = theta^r, theta_lc^{r,0} = theta^r + kappa delta_i, both momenta zero."""
-    split, lead = method.network.split, hyper.eta.dim()
-    both = broadcast.theta.expand_as(device.delta), personal_start(broadcast.theta, hyper.kappa, device.delta)
-    models = tuple(torch.stack(leaves, lead) for leaves in zip(*map(split, both), strict=True))
-    momenta = tuple(map(torch.zeros_like, models))
-    costs = models[0].new_zeros(*hyper.eta.shape, 2)
-    return Local(models, momenta, split(broadcast.c - device.c), device.pi.log(), costs)
+    """theta_i^{r,0} = theta^r, theta_lc^{r,0} = theta^r + kappa delta_i, both momenta zero.
+
+    The costs have a prior that is trusted less than that of pseudo-labels, so that theta keeps learning about classes
+    that the device does not have.
+    """
+    rules, split, lead = _rules(method), method.network.split, hyper.eta.dim()
+    trained = [device.delta]
+    if not method.traits.alone:
+        theta = broadcast.theta.expand_as(device.delta)
+        trained = [theta, personal_start(theta, hyper.kappa, device.delta)]
+    models = tuple(torch.stack(leaves, lead) for leaves in zip(*map(split, trained), strict=True))
+    corrected = rules.control_variates and not method.sends_nothing
+    pi_i = torch.full_like(device.pi, 1 / device.pi.shape[-1]) if rules.prior == "after" else device.pi
+    return Local(
+        models,
+        momenta=tuple(map(torch.zeros_like, models)),
+        correction=split(broadcast.c - device.c) if corrected else (),
+        rates=step_sizes(method, hyper, broadcast.rate),
+        log_pi=mixed_with_uniform(pi_i, hyper.prior_floor).log(),
+        log_pi_costs=mixed_with_uniform(pi_i, 1 - hyper.prior_in_costs).log(),
+        costs=models[0].new_zeros(*hyper.eta.shape, len(trained)),
+    )
+
+
+def step_sizes(method: Method, hyper: Hyper, rate: Tensor) -> Tensor:
+    """eta and eta_lc times the round's factor, [..., models]; in personal rounds theta stays and nothing falls."""
+    if method.traits.alone:
+        return (hyper.eta_lc * rate)[..., None]
+    if method.personal_round:
+        return torch.stack([torch.zeros_like(hyper.eta), hyper.eta_lc], -1)
+    return torch.stack([hyper.eta * rate, hyper.eta_lc * rate], -1)
 
 
 def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
@@ -237,20 +355,28 @@ def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     weights = torch.cat([weights.narrow(-1, 0, labelled), weights.narrow(-1, labelled, unlabelled) * confident], -1)
 
     mu = momentum(hyper.gamma, local.momenta, local.correction)
-    costs = network.add_gradient(mu, models, *each.inputs, PriorCosts(target, weights, local.log_pi, hyper.beta))
-    descend(models, torch.stack([hyper.eta, hyper.eta_lc], -1), mu)
+    beta = None if method.traits.alone else hyper.beta
+    costs = network.add_gradient(mu, models, *each.inputs, PriorCosts(target, weights, local.log_pi_costs, beta))
+    descend(models, local.rates, mu)
     return local._replace(costs=local.costs + costs)
 
 
 @torch.no_grad()
 def pseudo_labels(method: Method, hyper: Hyper, local: Local, weak: Tensor) -> tuple[Tensor, Tensor]:
-    """yhat = arg max h_p(a(u)), one-hot, and whether max h_p(a(u)) >= tau, of weak views [..., samples, *]."""
+    """yhat = arg max h_p(a(u)), one-hot, and 1[max h_p(a(u)) >= tau], of weak views [..., samples, *].
+
+    Soft weights are max h_p(a(u)) itself. The teacher may be one of the two models instead of their mixture.
+    """
     lead = hyper.eta.dim()
     log_h = method.network.log_probabilities_at(local.models, weak.unsqueeze(lead))
     log_h = with_prior(log_h, local.log_pi.unsqueeze(lead))
-    mixed = mixture(log_h.select(lead, 1), log_h.select(lead, 0), hyper.beta)
-    sure, which = mixed.max(-1)
-    return torch.nn.functional.one_hot(which, mixed.shape[-1]).to(mixed), (sure.exp() >= hyper.tau[..., None]).to(mixed)
+    mixed = log_h.select(lead, -1)
+    if not method.traits.alone:
+        mixed = mixture(mixed, log_h.select(lead, 0), hyper.teacher)
+    log_sure, which = mixed.max(-1)
+    sure = log_sure.exp()
+    weights = sure if _rules(method).soft_weights else (sure >= hyper.tau[..., None]).to(mixed)
+    return torch.nn.functional.one_hot(which, mixed.shape[-1]).to(mixed), weights
 
 
 def costs(local: Local) -> Tensor:
@@ -261,26 +387,43 @@ def costs(local: Local) -> Tensor:
 def finish(
     method: Method, hyper: Hyper, broadcast: Broadcast, device: Device, local: Local, steps: Tensor
 ) -> tuple[Device, Upload]:
-    """delta_i = theta_lc - theta_i is kept; theta_i^{r+1} - theta^r and the step count are sent."""
+    """delta_i = theta_lc - theta_i is kept; theta_i^{r+1} - theta^r and the step count are sent.
+
+    After a personal round theta + kappa delta_i is theta_lc.
+    """
     lead, join = hyper.eta.dim(), method.network.join
-    theta_i, theta_lc = (join([leaf.select(lead, which) for leaf in local.models]) for which in (0, 1))
+    theta_lc = join([leaf.select(lead, -1) for leaf in local.models])
+    if method.sends_nothing:
+        kept = theta_lc if method.traits.alone else kept_change(broadcast.theta, hyper.kappa, theta_lc)
+        return device._replace(delta=kept), Upload(theta_lc[..., :0], steps)
+    theta_i = join([leaf.select(lead, 0) for leaf in local.models])
     return device._replace(delta=theta_lc - theta_i), Upload(theta_i - broadcast.theta, steps)
 
 
-def commit(_method: Method, hyper: Hyper, broadcast: Broadcast, device: Device, upload: Upload) -> Device:
-    """c_i^{r+1} = c_i^r - (c^r + (theta_i^{r+1} - theta^r) / (eta Q~)), once the upload was counted."""
-    return device._replace(c=device.c - (broadcast.c + mean_gradient(hyper, upload)))
+def kept_change(theta: Tensor, kappa: Tensor, theta_lc: Tensor) -> Tensor:
+    """delta_i = (theta_lc - theta) / kappa, so that theta + kappa delta_i is theta_lc; zero where kappa is."""
+    change = (theta_lc - theta) / kappa[..., None]
+    return torch.where(kappa[..., None] > 0, change, torch.zeros_like(change))
+
+
+def commit(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device, upload: Upload) -> Device:
+    """c_i^{r+1} = c_i^r - (c^r + (theta_i^{r+1} - theta^r) / (eta^r Q~)), once the upload was counted."""
+    if not _rules(method).control_variates:
+        return device
+    change = mean_gradient(hyper, upload) / broadcast.rate[..., None]
+    return device._replace(c=device.c - (broadcast.c + change))
 
 
 # The server's round.
 
 
-def contribution(_method: Method, hyper: Hyper, upload: Upload, weight: Tensor) -> Sum:
+def contribution(method: Method, hyper: Hyper, upload: Upload, weight: Tensor) -> Sum:
     """omega_i (theta_i^{r+1} - theta^r) / Q~, and what c needs."""
     effective = effective_steps(hyper.gamma, upload.steps)
+    corrects = _rules(method).control_variates
     return Sum(
         update=(weight / effective)[..., None] * upload.delta,
-        control=weight[..., None] * mean_gradient(hyper, upload),
+        control=weight[..., None] * mean_gradient(hyper, upload) if corrects else upload.delta[..., :0],
         weight=weight,
         steps=upload.steps.to(weight.dtype),
         effective_steps=effective,
@@ -288,35 +431,52 @@ def contribution(_method: Method, hyper: Hyper, upload: Upload, weight: Tensor) 
     )
 
 
-def apply(_method: Method, server: Server, total: Sum, devices: int) -> Server:
+def apply(method: Method, server: Server, total: Sum, devices: int) -> Server:
     """theta^{r+1} and c^{r+1} from the round's counted uploads; eta_g is the mean of Q~."""
-    eta_g = total.effective_steps / total.counted
+    eta_g, updates = total.effective_steps / total.counted, server.updates + 1
     theta = server_theta(server.theta, total.update, eta_g, devices, total.counted)
-    return Server(theta, server_c(server.c, total))
+    return Server(theta, server_c(server, total), updates, decay(method, updates))
 
 
-def invariants(_method: Method, server: Server, devices: Device, omega: Tensor) -> dict[str, Tensor]:
+def server_c(server: Server, total: Sum) -> Tensor:
+    """c^{r+1} = c^r - sum_i omega_i (c^r + (theta_i^{r+1} - theta^r) / (eta^r Q~)), eta^r being this round's."""
+    return server.c - (total.weight * server.c + total.control / server.rate)
+
+
+def decay(method: Method, updates: Tensor) -> Tensor:
+    """(1 + cos(pi r / R)) / 2, after r updates of theta: what step sizes are multiplied by; never zero."""
+    if not _rules(method).decay or not method.rounds:
+        return torch.ones_like(updates)
+    return (1 + torch.cos(updates.clamp(max=method.rounds - 1) * (pi / method.rounds))) / 2
+
+
+def invariants(method: Method, server: Server, devices: Device, omega: Tensor) -> dict[str, Tensor]:
     """c = sum_i omega_i c_i, whatever is lost and whoever joins."""
-    return {"c - sum omega_i c_i": server.c - omega @ devices.c}
+    return {"c - sum omega_i c_i": server.c - omega @ devices.c} if _rules(method).control_variates else {}
 
 
 # What a device predicts.
 
 
+def general_model(method: Method, server: Server) -> Tensor | None:
+    """theta."""
+    return None if method.traits.alone else server.theta
+
+
 def own_model(_method: Method, hyper: Hyper, device: Device, general: Tensor | None) -> Tensor:
-    """theta + kappa delta_i."""
-    assert general is not None
-    return personal_start(general, hyper.kappa, device.delta)
+    """theta + kappa delta_i, or theta_lc without a server."""
+    return device.delta if general is None else personal_start(general, hyper.kappa, device.delta)
 
 
 def predicting(_method: Method, hyper: Hyper, device: Device) -> Numbers:
-    """beta and log pi_i."""
-    return Numbers(hyper.beta, device.pi.log())
+    """beta and log pi_i, with a floor."""
+    return Numbers(hyper.beta, mixed_with_uniform(device.pi, hyper.prior_floor).log())
 
 
 def predict(_: Method, given: Numbers, log_h: Tensor | None, log_h_own: Tensor | None) -> Tensor:
     """h_p(x) = beta h_i(theta_lc; x) + (1 - beta) h_i(theta; x); h(theta; x) for a device that is not known."""
-    assert log_h is not None
     if log_h_own is None:
+        assert log_h is not None
         return log_h
-    return mixture(with_prior(log_h_own, given.log_pi), with_prior(log_h, given.log_pi), given.beta)
+    own = with_prior(log_h_own, given.log_pi)
+    return own if log_h is None else mixture(own, with_prior(log_h, given.log_pi), given.beta)

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import fedcpsl
+from fedcpsl import settings
 from fedcpsl.config import AUTO, FLAGS, Config, Data, parse_value, read_config, setting, with_settings
 from fedcpsl.errors import InputError
 
@@ -58,9 +59,9 @@ def settings_help() -> str:
         for declared in fields(getattr(Config(), section.name)):
             value = getattr(getattr(Config(), section.name), declared.name)
             lines.append(f"    {declared.name} = {value!r}".ljust(34) + f"  {declared.metadata['help']}")
-    for names, settings in declared_settings().items():
+    for names, of_algorithm in declared_settings().items():
         lines += ["", f"  [algorithm]  of {', '.join(names)}"]
-        lines += [f"    {s.name} = {s.default!r}".ljust(34) + f"  {s.help}" for s in settings if s.name != "name"]
+        lines += [f"    {s.name} = {s.default!r}".ljust(34) + f"  {s.help}" for s in of_algorithm if s.name != "name"]
     return "\n".join(lines)
 
 
@@ -193,5 +194,9 @@ def _settings(file: str) -> list[DeclaredSetting]:
 
 
 def _declared(name: str, value: ast.Call) -> DeclaredSetting:
-    default, help = (argument.value if isinstance(argument, ast.Constant) else "auto" for argument in value.args[:2])
+    """Return a setting from its declaration; a default may be a constant of `fedcpsl.settings`, such as AUTO."""
+    default, help = (
+        getattr(settings, argument.id) if isinstance(argument, ast.Name) else ast.literal_eval(argument)
+        for argument in value.args[:2]
+    )
     return DeclaredSetting(name, default, str(help))

@@ -70,6 +70,8 @@ def _run(parsed: argparse.Namespace) -> int:
     from fedcpsl.runs.experiment import build
 
     experiment = build(config)
+    if experiment.search:
+        print(experiment.search, file=sys.stderr)
     if parsed.dry_run:
         return _dry_run(experiment)
     from rich.console import Console

@@ -29,6 +29,7 @@ class Source(NamedTuple):
     test: NDArray[np.bool_] | None = None
     scaling: Scaling | None = None  # published with the data; None: to be computed from the training samples
     features: tuple[str, ...] = ()  # names of a table's columns; empty if inputs have no names
+    axes: tuple[tuple[int, int, int], ...] = ()  # channels of windows that are a sensor's x, y and z
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Federation:
     scaling: Scaling | None = None
     class_names: tuple[str, ...] = ()
     features: tuple[str, ...] = ()  # names of a table's columns
+    axes: tuple[tuple[int, int, int], ...] = ()  # channels of windows that are a sensor's x, y and z
 
     @staticmethod
     def from_arrays(
@@ -191,9 +193,24 @@ def with_roles(
         scaling if normalise else None,
         tuple(map(printable, source.class_names)),
         tuple(map(printable, source.features)),
+        source.axes,
     )
     federation.check()
     return federation
+
+
+def parse_axes(text: str, channels: int) -> tuple[tuple[int, int, int], ...]:
+    """Channels that form axes, as in "0 1 2, 3 4 5"; InputError where they are not triples of different channels."""
+    try:
+        found = [tuple(map(int, group.split())) for group in text.split(",")] if text.strip() else []
+    except ValueError:
+        raise InputError(f'data.axes = "{text}": give channels in threes, such as "0 1 2, 3 4 5"') from None
+    named = [channel for group in found for channel in group]
+    if any(len(group) != 3 for group in found) or len(set(named)) < len(named):
+        raise InputError(f'data.axes = "{text}": give different channels in threes, such as "0 1 2, 3 4 5"')
+    if any(not 0 <= channel < channels for channel in named):
+        raise InputError(f'data.axes = "{text}": inputs have the channels 0 to {channels - 1}')
+    return tuple((a, b, c) for a, b, c in found)
 
 
 def array_source(x: Any, y: Any, device: Any, test: Any = None) -> Source:

@@ -9,7 +9,7 @@ import numpy as np
 
 from fedcpsl import config
 from fedcpsl.data.datasets import NAMED, synthetic
-from fedcpsl.data.federation import Federation, Source, digest_of, federate, with_roles
+from fedcpsl.data.federation import Federation, Source, digest_of, federate, parse_axes, with_roles
 from fedcpsl.data.notes import note_roles
 from fedcpsl.data.ondemand import OnDemand
 from fedcpsl.data.readers import read_archive, read_image_folder, read_npz
@@ -41,6 +41,9 @@ def load_federation(data: config.Data, seed: int, source: Source | None = None) 
     return federation
 
 
+HAR_AXES = "0 1 2, 3 4 5"  # of the accelerometer, and of the gyroscope
+
+
 def resolve_auto(data: config.Data) -> config.Data:
     """Return the settings with a value for every `auto`."""
     dataset = "own" if data.file else data.dataset
@@ -62,11 +65,20 @@ def resolve_auto(data: config.Data) -> config.Data:
         normalise = "none" if dataset == "synthetic" else "standard"
     if normalise != "none" and dataset == "synthetic":
         raise InputError(f"data.normalise = {normalise!r}: synthetic inputs are normalised as they are; give none")
-    return replace(data, dataset=dataset, partition=partition, labelled=labelled, normalise=normalise)
+    axes = (HAR_AXES if dataset == "har" else "") if data.axes == config.AUTO else data.axes
+    return replace(data, dataset=dataset, partition=partition, labelled=labelled, normalise=normalise, axes=axes)
 
 
 def load_source(data: config.Data) -> Source:
     """Read the samples that the settings describe."""
+    source = _read_source(data)
+    axes = "" if data.axes == config.AUTO else data.axes
+    if axes and source.x.ndim != 3:
+        raise InputError(f'data.axes = "{axes}": only windows [channels, time] have axes; leave it out')
+    return source._replace(axes=parse_axes(axes, source.x.shape[1]))
+
+
+def _read_source(data: config.Data) -> Source:
     if data.dataset != "own":
         return NAMED[data.dataset].read(data_folders(data.dir))
     path = Path(data.file)

@@ -13,7 +13,7 @@ from torch import nn
 from fedcpsl.algorithm import optional
 from fedcpsl.algorithms import find_algorithm
 from fedcpsl.config import Config, flat_settings, with_settings
-from fedcpsl.data.federation import Source
+from fedcpsl.data.federation import Source, parse_axes
 from fedcpsl.data.scaling import Scaling
 from fedcpsl.engine import Network, cache_last_call
 from fedcpsl.errors import InputError, did_you_mean
@@ -208,4 +208,6 @@ def fit_to_job(source: Source, job: Job, where: Path) -> Source:
     if unknown:
         raise InputError(f"{where}: the job has no class {unknown[0]!r}; it has {', '.join(job.classes)}")
     encoded = np.array([*(index[name] for name in source.class_names), -1])
-    return source._replace(y=encoded[source.y], class_names=job.classes, scaling=job.scaling)
+    axes = "" if job.config.data.axes == AUTO else job.config.data.axes
+    triples = parse_axes(axes, job.shape[0])
+    return source._replace(y=encoded[source.y], class_names=job.classes, scaling=job.scaling, axes=triples)

@@ -134,10 +134,13 @@ def prior_gradient(given: PriorCosts, log_h: Tensor) -> Result:
     g - h_i <1, g> with g = -w s y for theta_lc.
     """
     adjusted = with_prior(log_h, given.log_pi.unsqueeze(-2))
+    weighted = given.weights[..., None] * given.target
+    if given.beta is None:
+        falls = weighted.unsqueeze(-3).expand_as(adjusted)
+        return -(falls * adjusted).sum((-2, -1)), (adjusted.exp() * falls.sum(-1, keepdim=True)).sub_(falls)
     general, own = adjusted.unbind(-3)
     shares = _log_shares(given.beta)
     mixed = torch.logaddexp(shares[0] + own, shares[1] + general)
-    weighted = given.weights[..., None] * given.target
     costs = -(weighted.unsqueeze(-3) * torch.stack([general, mixed], -3)).sum((-2, -1))
     of_own = weighted * mixture_share(own, mixed, shares[0])
     falls = torch.stack([weighted, of_own], -3)

@@ -217,7 +217,10 @@ def _initial_state(participant: Participant, instruction: Instruction) -> Device
             "control variate cannot be computed again; restore its folder, or join under another name"
         )
     terms, local_data = participant.terms, participant.local_data
-    device = terms.algorithm.init_device(terms.method, instruction.broadcast)
+    method = terms.method
+    if method.traits.per_sample:
+        method = method._replace(most_unlabelled=max(method.most_unlabelled, local_data.unlabelled))
+    device = terms.algorithm.init_device(method, instruction.broadcast)
     with_labels = optional(terms.algorithm, "with_labels")
     if with_labels:
         there = map_tensors(lambda t: t.to(terms.where), device)

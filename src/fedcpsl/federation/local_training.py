@@ -18,7 +18,7 @@ from fedcpsl.schedule import DeviceRound, Draw, Drawn, Sizes, Work, draw_extra, 
 from fedcpsl.simulation import Setup
 from fedcpsl.simulation.device_data import DeviceData, place_samples
 from fedcpsl.trees import Tree, leaves, map_tensors
-from fedcpsl.views import viewed, views_for
+from fedcpsl.views import Axes, viewed, views_for
 
 ROWS_AT_ONCE = 4096  # in a prediction
 Clock = Callable[[], float]
@@ -32,6 +32,7 @@ class LocalData(NamedTuple):
     x_unlabelled: Tensor
     x_test: Tensor
     y_test: Tensor
+    axes: tuple[Axes, ...] = ()  # of windows, for views
 
     @property
     def all_labelled(self) -> Samples:
@@ -60,6 +61,7 @@ def _rows_of(device_data: DeviceData, device: int) -> LocalData:
         device_data.x(hidden),
         device_data.test.x[test],
         device_data.test.y[test],
+        device_data.axes,
     )
 
 
@@ -98,8 +100,9 @@ def local_minibatches(terms: Terms, local_data: LocalData, nu: Tensor, task: Dev
     weights = torch.zeros(2, sum(widths), dtype=terms.dtype, device=where)
     weights[0, : widths[0]] = 1 / max(widths[0], 1)
     weights[1, widths[0] :] = 1 / max(widths[1], 1)
-    views = views_for(terms.method.traits.views, tuple(local_data.x_labelled.shape[1:]))
+    views = views_for(terms.method.traits.views, tuple(local_data.x_labelled.shape[1:]), local_data.axes)
     view_keys = None if views is None else torch.from_numpy(_view_keys_of(task, terms.work)).to(where)
+    held = weights.new_tensor(local_data.unlabelled) if terms.method.traits.per_sample else None
     draws = [draw for draw in terms.method.traits.draws if not draw.per_visit]
     extra = {draw.name: _extra_minibatches(terms, local_data, nu, draw, task.extra[draw.name]) for draw in draws}
     for t in range(task.steps):
@@ -114,6 +117,8 @@ def local_minibatches(terms: Terms, local_data: LocalData, nu: Tensor, task: Dev
             keys=None if keys is None else keys[t],
             strong=strong,
             extra={name: next(others) for name, others in extra.items()},
+            which=torch.cat([labelled[t], unlabelled[t]]) if terms.method.traits.per_sample else None,
+            held=held,
         )
 
 

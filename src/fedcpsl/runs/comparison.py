@@ -21,7 +21,7 @@ from fedcpsl.config import (
 )
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.runs import folder as run_folders
-from fedcpsl.settings import AUTO
+from fedcpsl.settings import AUTO, SEARCH
 from fedcpsl.storage import new_folder, parse_json, read_json, sha256_of, to_json, write_whole
 
 PLAN = "comparison.json"
@@ -104,6 +104,11 @@ def _absolute_path(key: str, value: Any) -> Any:
     return str(Path(value).absolute()) if key in ("data.file", "data.split", "data.dir") and value else value
 
 
+def _without_search(config: Config) -> Config:
+    """Return a config whose step size need not be searched, for checks."""
+    return replace(config, algorithm=replace(config.algorithm, eta=AUTO)) if config.algorithm.eta == SEARCH else config
+
+
 def check(plan: Plan) -> Config:
     """Build the cases once, so that errors come before any run; returns the first one's resolved config."""
     from fedcpsl.runs.experiment import build, load_data
@@ -117,7 +122,7 @@ def check(plan: Plan) -> Config:
             continue
         config = with_settings(plan.base, case.settings)
         source = source or load_data(plan.base.data)
-        built = build(config, source if same_data(case) else None).config
+        built = build(_without_search(config), source if same_data(case) else None).config
         resolved = resolved or built
     assert resolved is not None
     return resolved

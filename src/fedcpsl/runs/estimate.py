@@ -81,7 +81,7 @@ class Pace(NamedTuple):
 def estimate(config: Config) -> tuple[Experiment, Estimate]:
     """Build the experiment, time a few rounds, and extrapolate; nothing is written."""
     began = time.perf_counter()
-    config, federation, setup = build(config)
+    config, federation, setup, _ = build(config)
     building = time.perf_counter() - began
     machine = setup.machine._replace(slots=config.run.slots or slots_that_fit([setup]))
     setup = setup._replace(machine=machine)

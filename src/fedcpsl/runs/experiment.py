@@ -29,13 +29,14 @@ from fedcpsl.runs.environment import environment, make_manifest, now
 from fedcpsl.runs.result_tables import write_tables
 from fedcpsl.runs.split_summary import write_split_summary
 from fedcpsl.schedule import stream
-from fedcpsl.settings import AUTO, Run
+from fedcpsl.settings import AUTO, SEARCH, Run
 from fedcpsl.simulation import Setup, State, prepare, simulate_together
 from fedcpsl.simulation.device_data import choose_tested_count
 from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.rounds import raise_if_not_finite
 from fedcpsl.simulation.setup import choose_eta
 from fedcpsl.simulation.tuning import Layout, fastest, laid_out, slots_that_fit
+from fedcpsl.step_size import StepSizeSearch, search_eta
 from fedcpsl.storage import locked, numbers_of
 from fedcpsl.theory import applies, gap
 
@@ -49,6 +50,7 @@ class Experiment(NamedTuple):
     config: Config
     federation: Federation | OnDemand
     setup: Setup
+    search: StepSizeSearch | None = None  # for its step size
 
 
 class Outcome(NamedTuple):
@@ -75,12 +77,15 @@ def build(config: Config, source: Source | None = None, group: Sequence[Experime
     same_split = next((e for e in reversed(group) if (e.config.data, e.config.run.seed) == split), None)
     neighbour = same_split or (group[0] if group else None)
     federation = same_split.federation if same_split else load_federation(config.data, config.run.seed, source)
-    eta = choose_eta(config.algorithm.eta, config.data.dataset, config.work.unit)
-    config = replace(config, algorithm=replace(config.algorithm, eta=eta))
     torch.manual_seed(int(stream(config.run.seed, "init").integers(2**63)))
     name = choose_model(config.model.name, federation.shape, config.data.dataset)
     config = replace(config, model=replace(config.model, name=name))
     model = make_model(name, config.model.hidden, federation.shape, federation.classes)
+    search = None
+    if config.algorithm.eta == SEARCH:
+        search = search_eta(federation, model, config.algorithm, config.work, config.run)
+    eta = search.eta if search else choose_eta(config.algorithm.eta, config.data.dataset, config.work.unit)
+    config = replace(config, algorithm=replace(config.algorithm, eta=eta))
     other = neighbour.setup if neighbour else None
     setup = prepare(federation, model, config.algorithm, config.work, config.run, beside=other)
     setup = _layout_of(other, setup, config.run) if other else fastest(setup, config.run)
@@ -102,7 +107,7 @@ def build(config: Config, source: Source | None = None, group: Sequence[Experime
         evaluate_devices=choose_tested_count(config.run.evaluate_devices, federation),
     )
     work = replace(config.work, active=setup.terms.work.active)
-    return Experiment(replace(config, algorithm=algorithm, run=run, work=work), federation, setup)
+    return Experiment(replace(config, algorithm=algorithm, run=run, work=work), federation, setup, search)
 
 
 def _layout_of(other: Setup, setup: Setup, run: Run) -> Setup:
@@ -186,6 +191,8 @@ def start_together(members: Sequence[GroupMember]) -> list[Outcome]:
     group = [member.folder.name for member in members]
     for member in members:
         manifest = make_manifest(member.experiment.setup, member.experiment.federation, group)
+        if member.experiment.search:
+            manifest["step_size_search"] = member.experiment.search.summary
         run_folders.create(member.folder, member.experiment.config, manifest)
         write_split_summary(member.folder, member.experiment.federation)
     with _all_locked(members), _errors_name_run(members):
@@ -199,10 +206,10 @@ def _with_slots(members: Sequence[GroupMember]) -> list[GroupMember]:
     slots = chosen or slots_that_fit([member.experiment.setup for member in members])
     found = []
     for member in members:
-        config, federation, setup = member.experiment
+        config, setup = member.experiment.config, member.experiment.setup
         config = replace(config, run=replace(config.run, slots=slots))
         setup = setup._replace(machine=setup.machine._replace(slots=slots, store_folder=member.folder))
-        found.append(member._replace(experiment=Experiment(config, federation, setup)))
+        found.append(member._replace(experiment=member.experiment._replace(config=config, setup=setup)))
     return found
 
 

@@ -21,6 +21,7 @@ from fedcpsl.views import viewed
 
 WASTE = 1.3  # a stretch runs at most this factor more slots than need it
 WARM_UPS = 3  # of a step, before it is captured: libraries choose their algorithms then
+BY_STEP = ("rows", "inputs", "keys", "view_keys", "which")  # fields of a plan with steps first, then slots
 IN_A_ROW = 8  # steps of a longer graph: they gather their samples at once and share what depends on no step
 
 
@@ -127,6 +128,8 @@ def _room_for(local: Tree, hyper: Tree, batches: BatchPlan, smaller: Stage | Non
             view_keys=by_step(plan.view_keys),
             views=plan.views,
             extra={name: room(more) for name, more in plan.extra.items()},
+            which=by_step(plan.which),
+            held=by_slot(plan.held),
         )
 
     return Stage(
@@ -151,7 +154,7 @@ def _fill_batches(room: BatchPlan, batches: BatchPlan) -> None:
     slots, steps = len(batches.labelled), len(batches.rows)
     for name, given in batches._asdict().items():
         to = None if name in ("views", "extra") else getattr(room, name)
-        if to is not None and name in ("rows", "inputs", "keys", "view_keys"):
+        if to is not None and name in BY_STEP:
             to[:steps, :slots].copy_(given)
         elif to is not None:
             to[:slots].copy_(given)
@@ -204,7 +207,19 @@ def _samples(data: TrainingData, batches: BatchPlan, steps: Tensor) -> Iterator[
     if batches.views is not None and batches.view_keys is not None:
         x, of_unlabelled = viewed(batches.views, x, batches.view_keys.index_select(0, steps))
         strong = of_unlabelled.unbind()
+    which = [None] * len(steps) if batches.which is None else batches.which.index_select(0, steps).unbind()
     extra = {name: _samples(data, more, steps) for name, more in batches.extra.items()}
-    for each in zip(x.unbind(), target.unbind(), keys, strong, strict=True):
-        further = {name: next(others) for name, others in extra.items()}
-        yield Samples(each[0], each[1], batches.labelled, batches.unlabelled, each[2], strong=each[3], extra=further)
+    for own_x, own_target, own_keys, own_strong, own_which in zip(
+        x.unbind(), target.unbind(), keys, strong, which, strict=True
+    ):
+        yield Samples(
+            own_x,
+            own_target,
+            batches.labelled,
+            batches.unlabelled,
+            own_keys,
+            strong=own_strong,
+            extra={name: next(others) for name, others in extra.items()},
+            which=own_which,
+            held=batches.held,
+        )

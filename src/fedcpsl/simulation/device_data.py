@@ -17,6 +17,7 @@ from fedcpsl.device_round import all_labelled
 from fedcpsl.problem import Samples
 from fedcpsl.settings import AUTO
 from fedcpsl.simulation.store import Map, put_rows, shared_memory, shared_zeros
+from fedcpsl.views import Axes, normalised_axes
 
 ROWS_AT_ONCE = 8192  # of inputs on their way to where they are used
 MANY_BYTES = 1 << 29  # of inputs as numbers; from here on bytes stay bytes in a CPU's memory too
@@ -76,6 +77,7 @@ class DeviceData(NamedTuple):
     validation: Held
     made_of: Federation | None = None  # None: what it holds changes from round to round
     supply: OnDemand | None = None  # makes the samples of active devices; None: all are there
+    axes: tuple[Axes, ...] = ()  # of windows, for views
 
     @property
     def where(self) -> torch.device:
@@ -150,7 +152,18 @@ def place_samples(
         test=hold(federation, inputs, TEST, who, federation.devices),
         validation=hold(federation, inputs, VALIDATION, who, federation.devices),
         made_of=federation if all_tested else None,
+        axes=axes_of(federation),
     )
+
+
+def axes_of(federation: Federation) -> tuple[Axes, ...]:
+    """The axes of a federation's windows, with how their channels are normalised."""
+    if not federation.axes:
+        return ()
+    shift, scale = federation.scaling or Scaling(np.zeros(()), np.ones(()))
+    channels = federation.shape[0]
+    each = [np.broadcast_to(np.reshape(t, (-1,)), channels).tolist() for t in (shift, scale)]
+    return normalised_axes(federation.axes, *each)
 
 
 def _inputs(federation: Federation, device: torch.device, dtype: torch.dtype, beside: Inputs | None) -> Inputs:

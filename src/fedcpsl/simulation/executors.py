@@ -84,8 +84,10 @@ def _program_key(setup: Setup, task: DeviceRound) -> tuple[Any, ...]:
         setup.terms.algorithm,
         alike(setup.terms.algorithm, method),
         method.traits.views,
+        setup.data.axes,
         method.traits.draws,
         method.personal_round,
+        method.most_unlabelled,
         setup.terms.batch_widths,
     )
 

@@ -37,6 +37,8 @@ class BatchPlan(NamedTuple):
     view_keys: Tensor | None = None  # [steps, slots, batch + unlabelled]
     views: Views | None = None
     extra: "Mapping[str, BatchPlan]" = MappingProxyType({})  # further minibatches of each step, by name
+    which: Tensor | None = None  # [steps, slots, batch]: where samples are among the device's
+    held: Tensor | None = None  # [slots]: how many unlabelled samples each device has
 
     def of_slots(self, slots: int | slice) -> "BatchPlan":
         """The minibatches of some of the slots."""
@@ -60,6 +62,8 @@ class BatchPlan(NamedTuple):
             by_step(self.view_keys),
             self.views,
             {name: plan.of_slots(slots) for name, plan in self.extra.items()},
+            by_step(self.which),
+            by_slot(self.held),
         )
 
 
@@ -72,8 +76,9 @@ def batch_plan(slots: Sequence[Slot], data: TrainingData) -> BatchPlan:
     weights = np.zeros((2, len(slots), sum(widths)))
     method = setup.terms.method_of(slots[0].task)
     keys = np.zeros(rows.shape, np.int64) if method.network.has_dropout else None
-    views = views_for(method.traits.views, tuple(setup.data.inputs.raw.shape[1:]))
+    views = views_for(method.traits.views, tuple(setup.data.inputs.raw.shape[1:]), setup.data.axes)
     view_keys = None if views is None else np.zeros((longest, len(slots), sum(widths) + widths[1]), np.int64)
+    which = np.zeros(rows.shape, np.int64) if method.traits.per_sample else None
     for i, slot in enumerate(slots):
         task, device_data = slot.task, slot.request.setup.data
         start = slot.request.first_row + device_data.start[task.device]
@@ -85,6 +90,8 @@ def batch_plan(slots: Sequence[Slot], data: TrainingData) -> BatchPlan:
                 columns = slice(kind * widths[0], kind * widths[0] + drawn.shape[1])
                 np.add(drawn, offset, out=rows[: task.steps, i, columns])
                 weights[kind, i, columns] = 1 / drawn.shape[1]
+                if which is not None:
+                    which[: task.steps, i, columns] = drawn
         if keys is not None and task.keys is not None:
             keys[: task.steps, i] = task.keys
         if view_keys is not None and task.views is not None:
@@ -102,6 +109,8 @@ def batch_plan(slots: Sequence[Slot], data: TrainingData) -> BatchPlan:
         scale,
         view_keys=None if view_keys is None else to_device(view_keys, where),
         views=views,
+        which=None if which is None else to_device(which, where),
+        held=None if which is None else _held(slots),
         extra={draw.name: _extra_plan(draw, slots, data) for draw in method.traits.draws if not draw.per_visit},
     )
     if not slots[0].task.personal or optional(setup.terms.algorithm, "partner") is None:
@@ -109,6 +118,13 @@ def batch_plan(slots: Sequence[Slot], data: TrainingData) -> BatchPlan:
     partner, first = _partners(slots)
     starts = np.array([slot.request.first_row + slot.request.setup.data.start[slot.task.device] for slot in slots])
     return batches._replace(partner=partner, partner_rows=to_device(rows - (starts - first)[:, None], where))
+
+
+def _held(slots: Sequence[Slot]) -> Tensor:
+    """How many unlabelled samples each slot's device has."""
+    counts = [int(slot.request.setup.terms.sizes.unlabelled[slot.task.device]) for slot in slots]
+    data = slots[0].request.setup.data
+    return to_device(counts, data.where).to(data.dtype)
 
 
 def _extra_plan(draw: Draw, slots: Sequence[Slot], data: TrainingData) -> BatchPlan:
@@ -212,6 +228,8 @@ def minibatches(data: TrainingData, batches: BatchPlan, steps: range) -> Iterato
             partner=partner,
             strong=strong,
             extra={name: next(others) for name, others in extra.items()},
+            which=None if batches.which is None else batches.which[t],
+            held=batches.held,
         )
 
 

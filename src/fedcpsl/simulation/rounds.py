@@ -28,11 +28,13 @@ def simulate(setup: Setup, start: State | None = None) -> Iterator[State]:
         yield state
 
 
-def simulate_together(setups: Sequence[Setup], start: Sequence[State] | None = None) -> Iterator[list[State]]:
+def simulate_together(
+    setups: Sequence[Setup], start: Sequence[State] | None = None, *, on_ranks: bool = True
+) -> Iterator[list[State]]:
     """Many runs at once, in step; those of one network (see `prepare`) share what computes them.
 
     Yields the states of all runs at the start (unless given) and after every round. A run that has had all its rounds
-    keeps its last state.
+    keeps its last state. Without `on_ranks` this process computes alone, also where torchrun has started others.
     """
     if len(setups) > 1 and any(setup.data.supply is not None for setup in setups):
         raise InputError("samples made on demand: such runs go one after another; simulate each alone")
@@ -42,7 +44,7 @@ def simulate_together(setups: Sequence[Setup], start: Sequence[State] | None = N
     data = joint_data([setup.data for setup in setups], [state.targets for state in states])
     first_rows = [0, *accumulate(len(state.targets) for state in states)]
     requests = [_largest_request(state, first) for state, first in zip(states, first_rows, strict=False)]
-    with choose_backend(requests, data) as (devices, data, run):
+    with choose_backend(requests, data, on_ranks=on_ranks) as (devices, data, run):
         pieces = data.targets.split([len(state.targets) for state in states])
         states = [s._replace(devices=d, targets=t) for s, d, t in zip(states, devices, pieces, strict=True)]
         while any(state.round < state.setup.terms.total_rounds for state in states):

@@ -175,7 +175,7 @@ def prepare(
         model, device_data, federation.classes, run.precision, beside.terms.method.network if beside else None
     )
     network.batched = choose_executor(run.executor, network, device) == "vectorised"
-    found = resolved(algorithm, network, work, costs)
+    found = resolved(algorithm, network, work, costs).for_sizes(federation.sizes)
     kept = found.kept_method(work)
     numbers, warming = numbers_of(found.algorithm, kept, algorithm, federation.sizes)
     terms = RunTerms(
@@ -265,6 +265,8 @@ def _differ_in_start_only(model: nn.Module, network: Network) -> bool:
 
 def choose_eta(eta: float | str, dataset: str, unit: str) -> float:
     """The paper's step sizes for its data sets, 0.05 for others."""
+    if eta == settings.SEARCH:
+        raise InputError('algorithm.eta = "search": there is no data to search with here; give a number')
     if eta != settings.AUTO:
         return float(eta)
     paper = {"mnist": (0.005, 0.002), "cifar10": (0.002, 0.001)}

@@ -84,14 +84,17 @@ KEPT = 31 << 20
 
 @contextmanager
 def choose_backend(
-    requests: Sequence[RoundRequest], data: TrainingData
+    requests: Sequence[RoundRequest], data: TrainingData, *, on_ranks: bool = True
 ) -> Iterator[tuple[list[Tree], TrainingData, LocalRounds]]:
-    """`local_rounds` on processes, ranks or in this process, and the device states and training data it works on."""
+    """`local_rounds` on processes, ranks or in this process, and the device states and training data it works on.
+
+    Without `on_ranks` torchrun's other ranks are left out.
+    """
     setup, states = requests[0].setup, [request.devices for request in requests]
     here: LocalRounds = local_rounds
     if setup.machine.vectorised and data.targets.is_cuda:
         here = partial(local_rounds, take_steps=captured_steps())
-    if world()[1] > 1:
+    if world()[1] > 1 and on_ranks:
         yield states, data, partial(_run_on_ranks, here)
         return
     if setup.machine.processes == 1:

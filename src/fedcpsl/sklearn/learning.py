@@ -28,6 +28,7 @@ from fedcpsl.simulation import Setup, State, prepare, simulate
 from fedcpsl.simulation.device_data import normalise
 from fedcpsl.simulation.setup import choose_eta
 from fedcpsl.simulation.workers import one_thread
+from fedcpsl.step_size import with_step_size
 
 ROWS_AT_ONCE = 16384
 _RANDOMNESS = Lock()
@@ -69,7 +70,8 @@ def learn(
     with _own_randomness():
         torch.manual_seed(int(stream(config.run.seed, "init").integers(2**63)))
         module = _module(model, config.model.hidden, federation.shape, federation.classes)
-        setup = prepare(federation, module, config.algorithm, config.work, config.run)
+        algorithm = with_step_size(federation, module, config.algorithm, config.work, config.run)
+        setup = prepare(federation, module, algorithm, config.work, config.run)
     if setup.machine.store == "disk":
         setup = setup._replace(machine=setup.machine._replace(store="host"))
     state = _last(setup)
@@ -82,7 +84,7 @@ def learn(
         numbers = {name: getattr(found, name).cpu().numpy() for name in needed}
         own = own_models(state, range(len(names)), general).cpu().numpy()
     return Learnt(
-        settings=replace(config.algorithm, eta=choose_eta(config.algorithm.eta, "", "epochs")),
+        settings=replace(algorithm, eta=choose_eta(algorithm.eta, "", "epochs")),
         work=config.work,
         model=model,
         hidden=config.model.hidden,

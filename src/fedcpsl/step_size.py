@@ -1,0 +1,165 @@
+"""A step size for data that nobody has tuned on: short runs with some of the labels held back, which then judge."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil, isfinite
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import nn
+
+from fedcpsl import config as settings
+from fedcpsl.algorithms import traits_of
+from fedcpsl.data.federation import Federation
+from fedcpsl.data.ondemand import OnDemand
+from fedcpsl.data.split import LABELLED, TEST, UNLABELLED
+from fedcpsl.errors import InputError, RunError
+from fedcpsl.evaluation import predict
+from fedcpsl.problem import Costs
+from fedcpsl.schedule import draw_steps, stream, work_of
+from fedcpsl.settings import SEARCH
+from fedcpsl.simulation import Setup, State, simulate_together
+from fedcpsl.simulation import prepare as prepare_with_step_size
+
+CANDIDATES = (0.003, 0.01, 0.03, 0.1, 0.3)
+DEVICES = 20  # that take part in a search: the first ones
+FEWEST_ROUNDS = 5
+STEPS = 600  # of a candidate, where more rounds are needed for so many
+HELD_BACK = 5  # one of so many labels
+
+
+class StepSizeSearch(NamedTuple):
+    """What a search found, and what it cost."""
+
+    eta: float
+    losses: dict[float, float]  # of each candidate on the labels held back; infinite where it diverged
+    rounds: int  # of each candidate
+    steps: int  # local steps of all candidates
+    seconds: float
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What a run's manifest keeps."""
+        losses = {f"{eta:g}": loss if isfinite(loss) else None for eta, loss in self.losses.items()}
+        return {"eta": self.eta, "losses": losses, "rounds": self.rounds, "steps": self.steps, "seconds": self.seconds}
+
+    def __str__(self) -> str:
+        return (
+            f"step size {self.eta:g}, found in {self.seconds:.1f} s: {len(self.losses)} candidates of {self.rounds} "
+            f"rounds each, {self.steps} local steps in all"
+        )
+
+
+def prepare(
+    federation: Federation | OnDemand,
+    model: nn.Module,
+    algorithm: Any = None,
+    work: settings.Work | None = None,
+    run: settings.Run | None = None,
+    costs: Costs | None = None,
+    beside: Setup | None = None,
+) -> Setup:
+    """As `fedcpsl.simulation.prepare`, and with `eta = "search"` with the step size that a search finds."""
+    if algorithm is not None:
+        given = work or settings.Work(), run or settings.Run()
+        algorithm = with_step_size(federation, model, algorithm, *given, costs)
+    return prepare_with_step_size(federation, model, algorithm, work, run, costs, beside)
+
+
+def with_step_size(
+    federation: Federation | OnDemand,
+    model: nn.Module,
+    algorithm: Any,
+    work: settings.Work,
+    run: settings.Run,
+    costs: Costs | None = None,
+) -> Any:
+    """The settings of an algorithm with the step size that a search finds, where it is to be searched."""
+    if algorithm.eta != SEARCH:
+        return algorithm
+    return replace(algorithm, eta=search_eta(federation, model, algorithm, work, run, costs).eta)
+
+
+def search_eta(
+    federation: Federation | OnDemand,
+    model: nn.Module,
+    algorithm: Any,
+    work: settings.Work,
+    run: settings.Run,
+    costs: Costs | None = None,
+) -> StepSizeSearch:
+    """Try step sizes in short runs of the first devices, and choose by the likelihood of labels held back."""
+    began = time.monotonic()
+    held = labels_held_back(federation, run.seed)
+    active = min(4 if work.active == settings.AUTO else int(work.active), held.devices)
+    rounds = short_rounds(held, algorithm, work, active)
+    short = replace(work, rounds=rounds, active=active, personal_rounds=0, two_phase=False, joiners=0, loss_rate=0.0)
+    machine = replace(run, store="accelerator", gaps=False, processes=1)
+    losses, steps = dict.fromkeys(CANDIDATES, float("inf")), 0
+    left = list(CANDIDATES)
+    while left:
+        setups: list[Setup] = []
+        for eta in left:
+            tried = replace(algorithm, eta=eta)
+            beside = setups[0] if setups else None
+            setups.append(prepare_with_step_size(held, model, tried, short, machine, costs, beside))
+        try:
+            *_, last = simulate_together(setups, on_ranks=False)
+        except RunError as error:
+            if error.run is None:
+                raise
+            left = left[: error.run]  # larger ones diverge too
+            continue
+        losses |= {eta: held_out_loss(state) for eta, state in zip(left, last, strict=True)}
+        steps += sum(state.steps for state in last)
+        break
+    best = min(CANDIDATES, key=lambda eta: losses[eta])
+    if losses[best] == float("inf"):
+        raise InputError(f"algorithm.eta: no step size of {CANDIDATES} converges on this data; give one")
+    return StepSizeSearch(best, losses, rounds, steps, time.monotonic() - began)
+
+
+def short_rounds(federation: Federation, algorithm: Any, work: settings.Work, active: int) -> int:
+    """Rounds that give a candidate some steps: few where visits are long, all of the run's where they are short."""
+    traits = traits_of(algorithm.name)
+    drawn = work_of(work, active, alone=traits.alone)
+    devices = range(federation.devices)
+    steps = float(np.mean([draw_steps(0, 0, i, federation.sizes, drawn, traits.unlabelled) for i in devices]))
+    return min(work.rounds, max(FEWEST_ROUNDS, ceil(STEPS / max(active * steps, 1))))
+
+
+def held_out_loss(state: State) -> float:
+    """The mean of -log h_p(x)_y over all samples held back."""
+    tests = state.setup.data.test
+    log_h = predict(state, tests).personal
+    loss = float(-log_h.gather(1, tests.y[:, None]).double().mean())
+    return loss if np.isfinite(loss) else float("inf")
+
+
+def labels_held_back(federation: Federation | OnDemand, seed: int) -> Federation:
+    """The first devices with a fifth of their labelled samples as tests; their own tests are left out."""
+    chosen = range(min(DEVICES, federation.devices))
+    whole = federation.held(chosen) if isinstance(federation, OnDemand) else federation
+    device, role = whole.device, whole.role.copy()
+    rng = stream(seed, "step_size")
+    judged = np.concatenate([_some(np.flatnonzero((device == i) & (role == LABELLED)), rng) for i in chosen])
+    if not len(judged):
+        raise InputError('algorithm.eta = "search": needs a device with two labels or more; give a number')
+    role[whole.role > UNLABELLED] = -1
+    role[judged] = TEST
+    kept = np.flatnonzero((role >= 0) & (device < len(chosen)))
+    return replace(
+        whole,
+        x=whole.x[kept],
+        y=whole.y[kept],
+        device=device[kept],
+        role=role[kept],
+        names=whole.names[: len(chosen)],
+    )
+
+
+def _some(rows: np.ndarray[Any, np.dtype[np.int64]], rng: np.random.Generator) -> Sequence[int]:
+    """A fifth of some samples, at least one where there are two."""
+    count = max(len(rows) // HELD_BACK, min(len(rows) // 2, 1))
+    return rng.permutation(rows)[:count].tolist()
