@@ -336,7 +336,7 @@ def test_a_server_goes_back_to_a_round_with_its_weights(tmp_path):
 SMALL = replace(faulty.WORK, rounds=3, active=3, unit="steps", amount=2)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(faults=st.lists(FAULT, max_size=40), deaths=st.lists(DEATH, max_size=12), quorum=st.integers(0, 2))
 def test_weights_stay_probabilities_under_any_faults(tmp_path_factory, faults, deaths, quorum):
     """Whatever is lost, late, repeated or killed, in either exchange: every round ends, each counted once."""
@@ -347,7 +347,7 @@ def test_weights_stay_probabilities_under_any_faults(tmp_path_factory, faults, d
     def check(state):
         rounds.append(state.attempt)
         weights = state.server.weights
-        assert not len(weights) or weights.sum().item() == pytest.approx(1)
+        assert weights.sum().item() == pytest.approx(float(any(r.labelled for r in state.roster)))
         assert (weights >= 0).all()
         assert all(record.labelled or not weight for record, weight in zip(state.roster, weights, strict=False))
 
