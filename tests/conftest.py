@@ -36,9 +36,9 @@ def small_federation(sizes=((3, 5), (1, 7), (4, 2), (0, 6), (5, 0)), features=6,
     count = len(device)
     y = rng.integers(0, classes, count)
     x = rng.normal(size=(count, features)) + np.eye(classes, features)[y]
-    return Federation(
-        x, y, np.array(device), np.array(role, np.int8), classes, tuple(f"phone-{i}" for i in range(len(sizes)))
-    )
+    names = tuple(f"phone-{i}" for i in range(len(sizes)))
+    given = x, y, np.array(device), np.array(role, np.int8), classes, names
+    return Federation(*given, recording=np.arange(count) // 9)
 
 
 def small_model(features=6, classes=3, seed=0):

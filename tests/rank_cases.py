@@ -30,6 +30,7 @@ CASES = {
     "afl": ({"name": "afl"}, {"joiners": 2, "join_round": 2, "active": 3}, {}),
     "drfa": ({"name": "drfa"}, {"joiners": 2, "join_round": 2, "active": 3}, {"executor": "vectorised"}),
     "fedcpsl2": ({"name": "fedcpsl2"}, {"joiners": 2, "join_round": 2, "active": 3}, {}),
+    "fedhar": ({"name": "fedhar", "T": 3}, {"personal_rounds": 1}, {"executor": "vectorised"}),
     "perfedavg": ({"name": "perfedavg-hf"}, {}, {}),
     "flexmatch": (
         {"name": "flexmatch", "tau": 0.4},

@@ -83,7 +83,11 @@ def as_declared(method, samples, labelled=2):
         places = torch.arange(samples.x.shape[1]).remainder(method.most_unlabelled)
         held = samples.x.new_full(samples.x.shape[:1], method.most_unlabelled)
         samples = samples._replace(which=places.expand(samples.x.shape[:2]), held=held)
-    return samples._replace(extra={draw.name: samples for draw in method.traits.draws if not draw.per_visit})
+    run = Samples(
+        samples.x[:, :3], samples.target[:, :3], *(torch.full_like(samples.labelled[:, :3], w) for w in (0, 1 / 3))
+    )
+    draws = [draw for draw in method.traits.draws if not draw.per_visit]
+    return samples._replace(extra={draw.name: run if draw.of == "runs" else samples for draw in draws})
 
 
 def stacked_broadcast(setup, server, devices):

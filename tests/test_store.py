@@ -170,7 +170,7 @@ def test_samples_made_on_demand_are_those_held_in_memory(store, work):
     assert evaluate(end).personal == evaluate(held).personal
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "fedhar"])  # it needs recordings
 @needs_fork
 def test_workers_see_samples_made_on_demand(name):
     made = supply()

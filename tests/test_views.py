@@ -8,7 +8,7 @@ import torch
 
 from fedcpsl import algorithms, prepare, simulate
 from fedcpsl.config import Run, Work, algorithm_settings
-from fedcpsl.data.federation import Federation
+from fedcpsl.data.federation import Federation, parse_axes
 from fedcpsl.errors import InputError
 from fedcpsl.federation.local_training import draw_task, local_data_of, local_minibatches
 from fedcpsl.federation.terms import terms_of
@@ -21,6 +21,8 @@ from fedcpsl.simulation.state import initial_state
 from fedcpsl.trees import leaves
 from fedcpsl.views import (
     Views,
+    normalised_axes,
+    rotated,
     scaled,
     shaded,
     shifted_images,
@@ -233,3 +235,42 @@ def test_a_real_device_sees_the_same_views(viewing):
             real = mine.labelled + mine.unlabelled > 0  # the simulator pads what a device does not have
             assert torch.allclose(mine.x[real], theirs.x, rtol=0, atol=1e-14)
             assert torch.allclose(mine.strong, theirs.strong, rtol=0, atol=1e-14)
+
+
+def test_sensors_are_rotated_together_and_as_they_were_measured():
+    generator = torch.Generator().manual_seed(0)
+    readings = torch.randn(4, 7, 10, generator=generator, dtype=torch.float64)  # two sensors, and a channel of its own
+    shift, scale = (
+        torch.rand(7, 1, generator=generator, dtype=torch.float64),
+        0.5 + torch.rand(7, 1, generator=generator, dtype=torch.float64),
+    )
+    keys = torch.arange(4) + 100
+    axes = normalised_axes([(0, 1, 2), (4, 5, 6)], shift.flatten().tolist(), scale.flatten().tolist())
+    turned = rotated((readings - shift) / scale, keys, axes, 15.0) * scale + shift
+    assert torch.allclose(turned[:, 3], readings[:, 3])
+    for channels in ([0, 1, 2], [4, 5, 6]):
+        before, after = readings[:, channels], turned[:, channels]
+        assert torch.allclose(before.norm(dim=1), after.norm(dim=1))  # lengths stay
+        assert not torch.allclose(before, after, atol=1e-3)
+        cosines = (before * after).sum(1) / before.norm(dim=1) ** 2
+        assert cosines.min() >= np.cos(15 * np.pi / 180) - 1e-9
+    both = torch.linalg.lstsq(readings[0, :3].T, turned[0, :3].T).solution.T
+    other = torch.linalg.lstsq(readings[0, 4:].T, turned[0, 4:].T).solution.T
+    assert torch.allclose(both, other)  # one rotation for all sensors of a window
+    assert torch.linalg.det(both) == pytest.approx(1)
+    assert torch.equal(rotated(readings, keys, axes, 15.0)[2:], rotated(readings[2:], keys[2:], axes, 15.0))
+
+
+def test_axes_are_read_and_checked():
+    assert parse_axes("0 1 2, 3 4 5", 6) == ((0, 1, 2), (3, 4, 5))
+    assert parse_axes("", 6) == ()
+    for wrong, message in [("0 1", "in threes"), ("a b c", "in threes"), ("0 1 1", "different"), ("4 5 6", "0 to 5")]:
+        with pytest.raises(InputError, match=message):
+            parse_axes(wrong, 6)
+
+
+def test_small_images_are_not_shifted():
+    x, keys = torch.rand(5, 1, 8, 8), torch.arange(5)
+    assert torch.equal(views_for("auto", (1, 8, 8)).weak(x, keys), x)
+    x = torch.rand(5, 1, 28, 28)
+    assert not torch.equal(views_for("auto", (1, 28, 28)).weak(x, keys), x)

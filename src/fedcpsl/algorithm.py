@@ -44,8 +44,8 @@ class Traits(NamedTuple):
     follows: bool = False  # a device's own model changes whenever the general one does
     views: str | Views = ""  # of the samples of a step: "auto" by the shape of inputs, or see `fedcpsl.views`; "": none
     draws: tuple[Draw, ...] = ()  # of the schedule, beside the minibatch of each step
-    probe: Draw | None = None  # of what a second exchange of each round asks some devices about
     per_sample: tuple[str, ...] = ()  # fields of `Device` with a row for each unlabelled sample (`most_unlabelled`)
+    probe: Draw | None = None  # of what a second exchange of each round asks some devices about
 
 
 class Method(NamedTuple):

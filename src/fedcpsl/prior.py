@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedcpsl.problem import with_prior
 
-SMOOTHINGS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+SMOOTHINGS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
 def log_evidence(counts: Tensor, s: Tensor) -> Tensor:

@@ -20,10 +20,11 @@ from fedcpsl.data.readers import read_archive
 from fedcpsl.data.split import LABELLED, TEST, UNLABELLED
 from fedcpsl.errors import InputError
 from fedcpsl.evaluation import own_models, predict
-from fedcpsl.schedule import DeviceRound, Draw, Drawn, Probe, draw_by_weight
+from fedcpsl.schedule import DeviceRound, Draw, Drawn, Probe, draw_by_weight, runs_from
 from fedcpsl.simulation import Setup, State, initial_state, prepare
 from fedcpsl.simulation.rounds import next_state
 from fedcpsl.theory import applies, objectives
+from fedcpsl.trees import named_leaves
 from fedcpsl.views import Views
 
 RELATIVE, ABSOLUTE = 1e-9, 1e-11
@@ -70,8 +71,9 @@ def replay(vector: Vector, executor: str, device: str = "cpu") -> Iterator[Diffe
         for r in range(rounds):
             yield from _compare_draw(vector, state)
             traits = setup.terms.method.traits
-            plan = [task._replace(views=views.get((r, task.device))) for task in _plan(vector, r, traits.draws)]
+            plan = _plan(vector, r, traits.draws)
             probes = _probes(vector, r, traits.probe) if traits.probe else None
+            plan = [task._replace(views=views.get((r, task.device))) for task in plan]
             state = next_state(state, plan, probes=probes)
             yield from _compare(vector, state)
         yield from _compare_predictions(vector, state)
@@ -133,6 +135,7 @@ def _federation(vector: Vector) -> Federation:
         role=np.concatenate([np.full(len(x), role, np.int8) for _, role, x in pieces]),
         classes=vector["meta"]["sizes"][-1],
         names=tuple(str(i) for i in range(devices)),
+        recording=np.concatenate([np.full(len(x), i) for i, _, x in pieces]),
     )
 
 
@@ -152,7 +155,11 @@ def _plan(vector: Vector, r: int, draws: Sequence[Draw]) -> list[DeviceRound]:
     def drawn(draw: Draw, device: int) -> Drawn:
         if draw.of == "step":
             return Drawn(vector[f"{at}/{draw.name}"][active.index(device)])
-        return Drawn(vector[f"{at}/device{device}/{draw.name}"])
+        found = vector[f"{at}/device{device}/{draw.name}"]
+        if draw.of != "runs":
+            return Drawn(found)
+        count = steps[active.index(device)]  # a vector has the first samples of runs, none where a device has no run
+        return Drawn(runs_from(found, draw.size) if len(found) else np.empty((count, 0), np.int64))
 
     return [
         DeviceRound(
@@ -166,21 +173,6 @@ def _plan(vector: Vector, r: int, draws: Sequence[Draw]) -> list[DeviceRound]:
         )
         for i, count, times in sorted(zip(active, steps, copies, strict=True))
     ]
-
-
-def _probes(vector: Vector, r: int, draw: Draw) -> list[Probe]:
-    at = f"in/schedule/round{r}"
-    return [Probe(i, Drawn(vector[f"{at}/device{i}/{draw.name}"])) for i in vector[f"{at}/probed"].tolist()]
-
-
-def _compare_draw(vector: Vector, state: State) -> Iterator[Difference]:
-    """Yield the differences of who is drawn by the server's weights, and how often, where numbers are recorded."""
-    at, terms = f"in/schedule/round{state.round}", state.setup.terms
-    if f"{at}/uniform" in vector:
-        weights = optional(terms.algorithm, "draw_weights")(terms.method, state.server)
-        drawn = draw_by_weight(weights.cpu().numpy(), vector[f"{at}/uniform"])
-        for quantity, found in (("active", drawn.keys()), ("copies", drawn.values())):
-            yield _difference(quantity, state.round, None, np.array([*found]), vector[f"{at}/{quantity}"])
 
 
 def _with_recorded_views(vector: Vector, setup: Setup) -> tuple[Setup, dict[tuple[int, int], NDArray[np.int64]]]:
@@ -219,6 +211,21 @@ def _view_keys(
     return np.concatenate(pieces, 1)
 
 
+def _probes(vector: Vector, r: int, draw: Draw) -> list[Probe]:
+    at = f"in/schedule/round{r}"
+    return [Probe(i, Drawn(vector[f"{at}/device{i}/{draw.name}"])) for i in vector[f"{at}/probed"].tolist()]
+
+
+def _compare_draw(vector: Vector, state: State) -> Iterator[Difference]:
+    """Yield the differences of who is drawn by the server's weights, and how often, where numbers are recorded."""
+    at, terms = f"in/schedule/round{state.round}", state.setup.terms
+    if f"{at}/uniform" in vector:
+        weights = optional(terms.algorithm, "draw_weights")(terms.method, state.server)
+        drawn = draw_by_weight(weights.cpu().numpy(), vector[f"{at}/uniform"])
+        for quantity, found in (("active", drawn.keys()), ("copies", drawn.values())):
+            yield _difference(quantity, state.round, None, np.array([*found]), vector[f"{at}/{quantity}"])
+
+
 def _compare(vector: Vector, state: State) -> Iterator[Difference]:
     for quantity, device, key, value in _recorded(state):
         if key in vector:
@@ -233,7 +240,7 @@ def _recorded(state: State) -> list[tuple[str, int | None, str, NDArray[Any]]]:
     predictions = predict(state, setup.data.test).personal.exp().cpu().numpy()
 
     def add(tree: Any, side: str, device: int | None, key: str) -> None:
-        for field, value in tree._asdict().items():
+        for field, value in named_leaves(tree).items():
             name = called.get(f"{side}.{field}", field)
             if side == "device" and field in setup.terms.method.traits.per_sample:
                 own = value[: setup.terms.sizes.unlabelled[device]]

@@ -72,7 +72,8 @@ class Draw(NamedTuple):
     """An extra draw that an algorithm asks for: of which samples, how many, and for each step or once a visit."""
 
     name: str  # in `Samples.extra`, and in recorded runs
-    of: str = "labelled"  # or "unlabelled"; or "step": of a visit, one of its steps, after the same share for all
+    of: str = "labelled"  # or "unlabelled"; "runs": consecutive unlabelled samples of one recording; or "step": of a
+    # visit, one of its steps, after the same share for all
     size: int = 0  # samples; 0: as many as a minibatch has of them
     per_visit: bool = False  # whether it is given to `use_draws` before the first step, in place of a row to each step
 
@@ -182,6 +183,7 @@ def draw_tasks(
     dropout: bool,
     views: bool = False,
     extra: Sequence[Draw] = (),
+    recordings: Sequence[NDArray[np.int64]] | None = None,
 ) -> list[DeviceRound]:
     """What given devices do in a round: their steps and samples, and whose upload is lost."""
     plan = []
@@ -193,24 +195,58 @@ def draw_tasks(
         lost = work.loss_rate > 0 and bool(stream(seed, "upload", round, device).random() < work.loss_rate)
         keys = draw_keys(seed, "dropout", round, device, steps, widths) if dropout else None
         of_views = draw_keys(seed, "views", round, device, steps, (*widths, widths[1])) if views else None
-        own = {draw.name: draw_extra(draw, seed, round, device, steps, sizes, work, dropout=dropout) for draw in extra}
+        own = {
+            draw.name: draw_extra(draw, seed, round, device, steps, sizes, work, recordings, dropout=dropout)
+            for draw in extra
+        }
         plan.append(DeviceRound(device, steps, labelled, others, lost, keys=keys, views=of_views, extra=own))
     return plan
 
 
 def draw_extra(
-    draw: Draw, seed: int, round: int, device: int, steps: int, sizes: Sizes, work: Work, *, dropout: bool = False
+    draw: Draw,
+    seed: int,
+    round: int,
+    device: int,
+    steps: int,
+    sizes: Sizes,
+    work: Work,
+    recordings: Sequence[NDArray[np.int64]] | None = None,
+    *,
+    dropout: bool = False,
 ) -> Drawn:
-    """One device's part of an extra draw, from a stream of the draw's own name: other draws do not shift it."""
+    """One device's part of an extra draw, from a stream of the draw's own name: other draws do not shift it.
+
+    `recordings` has the lengths of every device's recordings, for runs.
+    """
     if draw.of == "step":
         share = 1 - stream(seed, "extra", round, crc32(draw.name.encode())).random()  # in (0, 1], of all devices
         return Drawn(np.array(ceil(share * steps)))
-    counts = sizes.labelled if draw.of == "labelled" else sizes.unlabelled
     shape, place = draw_shape(draw, steps, work), (round, device, crc32(draw.name.encode()))
-    if counts[device] == 0:
+    starts = run_starts(recordings[device] if recordings else NO_RECORDINGS, draw.size) if draw.of == "runs" else None
+    counts = sizes.labelled if draw.of == "labelled" else sizes.unlabelled
+    count = int(counts[device]) if starts is None else len(starts)
+    if count == 0:
         return Drawn(np.empty((*shape[:-1], 0), np.int64))
     keys = stream(seed, "dropout", *place).integers(0, 2**62, shape) if dropout and not draw.per_visit else None
-    return Drawn(stream(seed, "extra", *place).integers(0, counts[device], shape), keys)
+    if starts is None:
+        return Drawn(stream(seed, "extra", *place).integers(0, count, shape), keys)
+    return Drawn(runs_from(starts[stream(seed, "extra", *place).integers(0, count, shape[:-1])], draw.size), keys)
+
+
+NO_RECORDINGS = np.empty(0, np.int64)
+
+
+def run_starts(lengths: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """Where a run of consecutive samples of one recording can begin, given the lengths of recordings in their order."""
+    firsts = lengths.cumsum() - lengths
+    pieces = [np.arange(first, first + n - size + 1) for first, n in zip(firsts, lengths, strict=True) if n >= size]
+    return np.concatenate([np.empty(0, np.int64), *pieces])
+
+
+def runs_from(starts: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """The samples of runs that begin at given ones, [..., size]; none where there are no runs."""
+    return starts[..., None] + np.arange(size)
 
 
 def draw_probes(

@@ -1,12 +1,12 @@
 """A step size for data that nobody has tuned on: short runs with some of the labels held back, which then judge."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil, isfinite
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from fedcpsl import config as settings
@@ -159,7 +159,7 @@ def labels_held_back(federation: Federation | OnDemand, seed: int) -> Federation
     )
 
 
-def _some(rows: np.ndarray[Any, np.dtype[np.int64]], rng: np.random.Generator) -> Sequence[int]:
+def _some(rows: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
     """A fifth of some samples, at least one where there are two."""
     count = max(len(rows) // HELD_BACK, min(len(rows) // 2, 1))
-    return rng.permutation(rows)[:count].tolist()
+    return rng.permutation(rows)[:count]

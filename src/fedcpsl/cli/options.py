@@ -59,9 +59,9 @@ def settings_help() -> str:
         for declared in fields(getattr(Config(), section.name)):
             value = getattr(getattr(Config(), section.name), declared.name)
             lines.append(f"    {declared.name} = {value!r}".ljust(34) + f"  {declared.metadata['help']}")
-    for names, of_algorithm in declared_settings().items():
+    for names, own in declared_settings().items():
         lines += ["", f"  [algorithm]  of {', '.join(names)}"]
-        lines += [f"    {s.name} = {s.default!r}".ljust(34) + f"  {s.help}" for s in of_algorithm if s.name != "name"]
+        lines += [f"    {s.name} = {s.default!r}".ljust(34) + f"  {s.help}" for s in own if s.name != "name"]
     return "\n".join(lines)
 
 

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from fedcpsl.runs.study import Study
 
 PAPER = "table, beta, momentum, shvr, apfl, hlu, or all of these"
-OTHERS = "tune; labels, ablation, parts, classes, dirichlet, shards, gap; har, har-tune"
+OTHERS = (
+    "successor, successor-tune, successor-parts; tune; labels, ablation, parts, classes, dirichlet, shards, gap; "
+    "har, har-tune"
+)
 
 
 def add_paper(commands: Any) -> None:
@@ -39,7 +42,7 @@ def add_paper(commands: Any) -> None:
 
 
 def _paper(parsed: argparse.Namespace) -> int:
-    from fedcpsl.runs.study import find_study, paper_studies, together, with_more
+    from fedcpsl.runs.study import find_study, on_dataset, paper_studies, together, with_more
 
     if parsed.seeds is not None and parsed.seeds < 1:
         raise InputError(f"--seeds {parsed.seeds}: give a whole number of at least 1")
@@ -53,7 +56,7 @@ def _paper(parsed: argparse.Namespace) -> int:
         selected = [study for study in studies if name in (study.bases if dataset else study.datasets)]
         if not selected:
             raise InputError(f"--dataset {name}: none of these studies has it; they have {', '.join(studies[0].bases)}")
-        for group in together(selected, name):
+        for group in together([on_dataset(study, name) for study in selected], name):
             code = _run(parsed, group, name)
             if code:
                 return code

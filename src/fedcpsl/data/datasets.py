@@ -90,6 +90,7 @@ def har(folders: Sequence[Path]) -> Source:
         owner.astype(np.int64),
         tuple(f"person {person}" for person in people),
         test=recording == last[owner],
+        recording=recording.astype(np.int64),
     )
 
 

@@ -30,6 +30,7 @@ class Source(NamedTuple):
     scaling: Scaling | None = None  # published with the data; None: to be computed from the training samples
     features: tuple[str, ...] = ()  # names of a table's columns; empty if inputs have no names
     axes: tuple[tuple[int, int, int], ...] = ()  # channels of windows that are a sensor's x, y and z
+    recording: NDArray[np.int64] | None = None  # that each sample is of; a device's samples are in the order of time
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Federation:
     class_names: tuple[str, ...] = ()
     features: tuple[str, ...] = ()  # names of a table's columns
     axes: tuple[tuple[int, int, int], ...] = ()  # channels of windows that are a sensor's x, y and z
+    recording: NDArray[np.int64] | None = None  # that each sample is of; a device's samples are in the order of time
 
     @staticmethod
     def from_arrays(
@@ -64,14 +66,17 @@ class Federation:
         stratified: bool = False,
         normalise: bool = True,
         seed: int = 0,
+        recording: Any = None,
     ) -> "Federation":
         """Make a federation from arrays: `y` is -1 where unlabelled, `device` is the device that holds a sample.
 
         `test` marks each device's test samples; without it, `test_fraction` of a device's samples with known class
-        are set aside. `labelled` < 1 hides some of the labels, as experiments do.
+        are set aside. `labelled` < 1 hides some of the labels, as experiments do. `recording` says which recording a
+        sample is of, where samples are windows in the order of time.
         """
         shares = Shares(_share(labelled), "device", stratified, None, test_fraction, validation_fraction)
-        return federate(array_source(x, y, device, test), shares, normalise=normalise, seed=seed)
+        source = array_source(x, y, device, test, recording)
+        return federate(source, shares, normalise=normalise, seed=seed)
 
     @staticmethod
     def from_frame(
@@ -121,6 +126,18 @@ class Federation:
     def sizes(self) -> Sizes:
         return Sizes(self.counts[:, LABELLED], self.counts[:, UNLABELLED])
 
+    @cached_property
+    def recordings(self) -> tuple[NDArray[np.int64], ...] | None:
+        """How many of each device's unlabelled samples its recordings have, one after another; None if not known."""
+        if self.recording is None:
+            return None
+        found = []
+        rows = self.order[self.role[self.order] == UNLABELLED]
+        for own in np.split(self.recording[rows], self.sizes.unlabelled.cumsum()[:-1]):
+            changes = np.flatnonzero(np.diff(own)) + 1
+            found.append(np.diff(np.concatenate([[0], changes, [len(own)]])))
+        return tuple(found)
+
     def class_counts(self, role: int) -> NDArray[np.int64]:
         """Samples of one role with known class, by device and class: [devices, classes]."""
         chosen = (self.role == role) & (self.y >= 0)
@@ -158,7 +175,8 @@ def federate(source: Source, shares: Shares, *, normalise: bool, seed: int) -> F
     x, y, device, test = source.x, source.y, source.device, source.test
     if not held.all():  # classes that no device holds; else avoid a large copy
         x, y, device, test = x[held], y[held], device[held], None if test is None else test[held]
-    return with_roles(source._replace(x=x), y, device, draw_roles(y, device, test, shares, seed), normalise=normalise)
+    source = source._replace(x=x, recording=None if source.recording is None else source.recording[held])
+    return with_roles(source, y, device, draw_roles(y, device, test, shares, seed), normalise=normalise)
 
 
 def _share(labelled: Any) -> float | list[float]:
@@ -194,6 +212,7 @@ def with_roles(
         tuple(map(printable, source.class_names)),
         tuple(map(printable, source.features)),
         source.axes,
+        source.recording,
     )
     federation.check()
     return federation
@@ -213,12 +232,13 @@ def parse_axes(text: str, channels: int) -> tuple[tuple[int, int, int], ...]:
     return tuple((a, b, c) for a, b, c in found)
 
 
-def array_source(x: Any, y: Any, device: Any, test: Any = None) -> Source:
+def array_source(x: Any, y: Any, device: Any, test: Any = None, recording: Any = None) -> Source:
     """Check arrays of samples; `device` may be None if a partition will assign them."""
     x, y = np.asarray(x), np.asarray(y)
     test = None if test is None else np.asarray(test)
     given = np.zeros(len(y) if y.ndim else 0, int) if device is None else np.asarray(device)
-    _check_arrays(x, y, given, test)
+    recording = None if recording is None else np.asarray(recording)
+    _check_arrays(x, y, given, test, recording)
     if not x.dtype.isnative or x.dtype.itemsize > 8:
         x = x.astype(np.float64 if x.dtype.itemsize > 8 else x.dtype.newbyteorder("="))
     y = y.astype(np.int64)
@@ -227,6 +247,7 @@ def array_source(x: Any, y: Any, device: Any, test: Any = None) -> Source:
         y,
         tuple(str(c) for c in range(int(y.max()) + 1)),
         test=None if test is None else test.astype(bool),
+        recording=None if recording is None else np.unique(recording, return_inverse=True)[1],
     )
     if device is None:
         return source
@@ -274,12 +295,19 @@ def _check_finite(x: NDArray[Any]) -> None:
             raise InputError(f"x has {what} at {[first + row, *rest]}: remove or fill it")
 
 
-def _check_arrays(x: NDArray[Any], y: NDArray[Any], device: NDArray[Any], test: NDArray[Any] | None) -> None:
+def _check_arrays(
+    x: NDArray[Any],
+    y: NDArray[Any],
+    device: NDArray[Any],
+    test: NDArray[Any] | None,
+    recording: NDArray[Any] | None = None,
+) -> None:
     named: Sequence[tuple[str, NDArray[Any] | None]] = [
         ("x", x),
         ("y", y),
         ("device", device),
         ("test", test),
+        ("recording", recording),
     ]
     for name, array in named:
         if array is not None and array.dtype == object:

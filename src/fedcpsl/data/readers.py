@@ -43,13 +43,14 @@ def _read_array(path: Path, archive: Any, name: str) -> NDArray[Any]:
 
 
 def read_npz(path: Path, *, devices_needed: bool) -> Source:
-    """Read your own arrays: `x`, `y` (-1 where unlabelled), `device`, and optionally `test`."""
+    """Read your own arrays: `x`, `y` (-1 where unlabelled), `device`, and optionally `test` and `recording`."""
     arrays = read_archive(path)
     for name in ("x", "y", "device") if devices_needed else ("x", "y"):
         if name not in arrays:
             raise InputError(f"{path}: has no array {name!r} (it has {', '.join(arrays) or 'none'}); add it")
     try:
-        source = array_source(arrays["x"], arrays["y"], arrays.get("device"), arrays.get("test"))
+        others = (arrays.get(name) for name in ("device", "test", "recording"))
+        source = array_source(arrays["x"], arrays["y"], *others)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     note_inputs(path.name, source.x)

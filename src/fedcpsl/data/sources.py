@@ -165,5 +165,7 @@ def reuse_split(path: Path, source: Source, *, normalise: bool) -> Federation:
     held = device >= 0 if fits else device
     if not fits or (device >= len(arrays["names"])).any() or not np.isin(role[held], range(len(ROLES))).all():
         raise InputError(f"{path}: this split was changed by hand and does not fit; make it again")
+    recording = None if source.recording is None else source.recording[held]
     source = source._replace(x=source.x if held.all() else source.x[held], names=tuple(map(str, arrays["names"])))
+    source = source._replace(recording=recording)
     return with_roles(source, source.y[held], device[held], role[held].astype(np.int8), normalise=normalise)

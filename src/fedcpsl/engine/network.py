@@ -113,20 +113,24 @@ class Network:
         self._set_mode(training=False)
         lead = self._lead(leaves)
         if not lead:
-            return self._one(leaves, x, None)
+            return torch.log_softmax(self._one(leaves, x, None), -1)
         if self.batched:
             bound = bind(self._layers, self._gridded(leaves, lead), None, self.arithmetic)
             outputs, _ = forward(bound, as_slots(x, lead), None)
             return torch.log_softmax(outputs, -1).reshape(*lead, *outputs.shape[2:])
-        return self._each(self._models(by_model(leaves, lead)), x, None, lead)
+        return torch.log_softmax(self._each(self._models(by_model(leaves, lead)), x, None, lead), -1)
 
     def _has_own_kernels(self, x: Tensor) -> bool:
         """Whether its convolutions are kernels of our own, which are faster than PyTorch's for one model too."""
         convolves = self._by_hand and any(is_convolution(layer) for layer in self._layers)
         return convolves and own_products(self.arithmetic, x) is not None
 
-    def add_gradient(self, into: Leaves, models: Leaves, x: Tensor, keys: Tensor | None, cost: Cost) -> Tensor:
+    def add_gradient(
+        self, into: Leaves, models: Leaves, x: Tensor, keys: Tensor | None, cost: Cost, *, of_outputs: bool = False
+    ) -> Tensor:
         """The costs [...] of log h(models; x) in training mode; their gradient in `models` is added to `into`.
+
+        With `of_outputs` the cost is a function of the outputs before softmax in place of log h.
 
         The first dimensions of all leaves are those of `x` before its samples. With `keys`, one per sample, dropout
         is active and its masks are drawn from them. A batched network spares autograd where the gradient of `cost` is
@@ -135,8 +139,8 @@ class Network:
         self._set_mode(training=True)
         lead = self._lead(models)
         if self.batched and lead:
-            return self._add_gradient_batched(into, models, x, keys, differentiated(cost), lead)
-        costs, gradients = self._gradients(models, x, keys, cost, lead)
+            return self._add_gradient_batched(into, models, x, keys, differentiated(cost), lead, of_outputs=of_outputs)
+        costs, gradients = self._gradients(models, x, keys, cost, lead, of_outputs=of_outputs)
         there = [(total, g) for total, g in zip(by_model(into, lead), gradients, strict=True) if g is not None]
         torch._foreach_add_(*map(list, zip(*there, strict=True)))
         return costs
@@ -160,22 +164,35 @@ class Network:
         return costs
 
     def _gradients(
-        self, models: Leaves, x: Tensor, keys: Tensor | None, cost: Cost, lead: torch.Size
+        self, models: Leaves, x: Tensor, keys: Tensor | None, cost: Cost, lead: torch.Size, *, of_outputs: bool = False
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
         """Costs, and the gradients of all leaves, model by model: each is a tensor of its own to autograd."""
         with torch.enable_grad():
             leaves = [leaf.detach().requires_grad_() for leaf in by_model(models, lead)]
             each = self._models(leaves)
-            costs = cost(self._each(each, x, keys, lead) if lead else self._one(each[0], x, keys))
+            outputs = self._each(each, x, keys, lead) if lead else self._one(each[0], x, keys)
+            costs = cost(outputs if of_outputs else torch.log_softmax(outputs, -1))
             return costs.detach(), torch.autograd.grad(costs.sum(), leaves, allow_unused=True)
 
     def _add_gradient_batched(
-        self, into: Leaves, models: Leaves, x: Tensor, keys: Tensor | None, cost: Differentiated, lead: torch.Size
+        self,
+        into: Leaves,
+        models: Leaves,
+        x: Tensor,
+        keys: Tensor | None,
+        cost: Differentiated,
+        lead: torch.Size,
+        *,
+        of_outputs: bool = False,
     ) -> Tensor:
         # inference mode spares each small operation autograd's bookkeeping, where nothing needs autograd
         with torch.inference_mode(cost.by_hand and self._by_hand):
             keys = None if keys is None else as_slots(keys, lead)
             outputs, pulls = forward(self._learning(models, into) or self._bound(models, into), as_slots(x, lead), keys)
+            if of_outputs:
+                costs, gradient = cost.gradient(outputs.view(*lead, *outputs.shape[2:]))
+                backward(pulls, gradient.reshape(outputs.shape))
+                return costs
             found = cost.fused(outputs) if cost.fused and len(lead) == 2 else None
             if found:
                 backward(pulls, found[1])
@@ -224,7 +241,8 @@ class Network:
         named = dict(zip(self.shapes, leaves, strict=True))
         if self._wants_channels_last and x.dim() == 4 and not x.is_cuda:
             x = x.contiguous(memory_format=torch.channels_last)
-        return torch.log_softmax(functional_call(self.module, named, (x,)), -1)
+        outputs: Tensor = functional_call(self.module, named, (x,))
+        return outputs
 
     def _check_outputs(self, example: Tensor) -> None:
         try:

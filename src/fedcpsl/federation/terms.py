@@ -18,7 +18,7 @@ from fedcpsl.simulation import Setup
 from fedcpsl.trees import Tree, map_tensors
 
 # left out of digests where an algorithm has none: older jobs stay what they were
-LATER_TRAITS = ("follows", "views", "draws", "probe", "per_sample")
+LATER_TRAITS = ("follows", "views", "draws", "per_sample", "probe")
 
 
 class Terms(NamedTuple):

@@ -27,7 +27,9 @@ KEYS = {
     "first_seed": int,
     "settings": dict,
     "panels": dict,
+    "dataset_panels": dict,
     "rows": dict,
+    "tuned": dict,
     "reference": str,
     "grid": dict,
     "reach": dict,
@@ -49,7 +51,9 @@ class Study(NamedTuple):
     first_seed: int
     settings: Settings
     panels: dict[str, Settings]
+    dataset_panels: dict[str, dict[str, Settings]]  # by data set, where each has its own
     rows: dict[str, Settings]
+    tuned: dict[str, dict[str, dict[str, Settings]]]  # by data set, panel and row: settings that another study selected
     reference: str  # the row that the others are compared with
     grids: dict[str, dict[str, list[Any]]]  # by row
     reach: dict[str, list[float]]  # by data set: accuracies whose first round is reported
@@ -122,7 +126,14 @@ def read_study(path: Path) -> Study:
         first_seed=content.get("first_seed", 0),
         settings=flat(content.get("settings", {})),
         panels={name: flat(s) for name, s in content.get("panels", {"": {}}).items()},
+        dataset_panels={
+            d: {name: flat(s) for name, s in of.items()} for d, of in content.get("dataset_panels", {}).items()
+        },
         rows=rows,
+        tuned={
+            d: {panel: {row: flat(s) for row, s in of.items()} for panel, of in panels.items()}
+            for d, panels in content.get("tuned", {}).items()
+        },
         reference=reference,
         grids=grids,
         reach=content.get("reach", {}),
@@ -138,7 +149,7 @@ def lines_of(study: Study, dataset: str) -> list[Line]:
     base = _base(study, dataset)
     lines = []
     for panel, row in product(study.panels, study.rows):
-        own = study.panels[panel] | study.rows[row]
+        own = study.panels[panel] | study.rows[row] | study.tuned.get(dataset, {}).get(panel, {}).get(row, {})
         name = (study.settings | own).get("algorithm.name", base.algorithm.name)
         grid = study.grids[row]
         for values in product(*grid.values()):
@@ -146,6 +157,11 @@ def lines_of(study: Study, dataset: str) -> list[Line]:
             settings = study.settings | study.chosen.get(dataset, {}).get(name, {}) | own | point
             lines.append(Line(panel, row, point, _case(base, settings)))
     return lines
+
+
+def on_dataset(study: Study, dataset: str) -> Study:
+    """Return the study with the panels of one data set, where it has its own."""
+    return study._replace(panels=study.dataset_panels.get(dataset, study.panels))
 
 
 def with_more(study: Study, settings: Mapping[str, Any]) -> Study:

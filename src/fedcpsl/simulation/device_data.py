@@ -78,6 +78,7 @@ class DeviceData(NamedTuple):
     made_of: Federation | None = None  # None: what it holds changes from round to round
     supply: OnDemand | None = None  # makes the samples of active devices; None: all are there
     axes: tuple[Axes, ...] = ()  # of windows, for views
+    recordings: Sequence[NDArray[np.int64]] | None = None  # lengths of each device's, of its unlabelled samples
 
     @property
     def where(self) -> torch.device:
@@ -153,6 +154,7 @@ def place_samples(
         validation=hold(federation, inputs, VALIDATION, who, federation.devices),
         made_of=federation if all_tested else None,
         axes=axes_of(federation),
+        recordings=federation.recordings,
     )
 
 

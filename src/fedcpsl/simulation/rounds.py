@@ -73,6 +73,7 @@ def draw_plan(state: State) -> list[DeviceRound]:
         setup.terms.sizes,
         setup.terms.work,
         **setup.terms.method.draws,
+        recordings=setup.data.recordings,
     )
     if round >= setup.terms.rounds:
         # nu is fixed, once every device has labelled at theta^R

@@ -176,6 +176,11 @@ def prepare(
     )
     network.batched = choose_executor(run.executor, network, device) == "vectorised"
     found = resolved(algorithm, network, work, costs).for_sizes(federation.sizes)
+    if device_data.recordings is None and any(draw.of == "runs" for draw in found.method.traits.draws):
+        raise InputError(
+            f"algorithm.name = {algorithm.name!r}: needs windows in the order of time; give an array `recording` that "
+            "says which recording each sample is of"
+        )
     kept = found.kept_method(work)
     numbers, warming = numbers_of(found.algorithm, kept, algorithm, federation.sizes)
     terms = RunTerms(

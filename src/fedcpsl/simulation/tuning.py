@@ -79,7 +79,8 @@ def bytes_per_slot(setup: Setup) -> int:
 def _take_one_step(setup: Setup, count: int) -> None:
     """One step of the first devices, thrown away."""
     one = setup.terms.work._replace(unit="steps", amount=1)
-    plan = draw_tasks(setup.terms.seed, 0, range(count), setup.terms.sizes, one, **setup.terms.method.draws)
+    drawn = setup.terms.method.draws | {"recordings": setup.data.recordings}
+    plan = draw_tasks(setup.terms.seed, 0, range(count), setup.terms.sizes, one, **drawn)
     plan = [task._replace(relabels=False) for task in plan if task.steps]
     server = setup.terms.first_server()
     kept, (broadcast, rows) = setup.terms.first_device(server), broadcasts_to(setup, server, range(count))
@@ -239,5 +240,6 @@ def _rate(short: tuple[int, float], long: tuple[int, float]) -> float:
 def _plan(setup: Setup, count: int, steps: int | None) -> list[DeviceRound]:
     """Tasks of the first devices, of a given number of steps or of a round's; none renews its labels."""
     work = setup.terms.work if steps is None else setup.terms.work._replace(unit="steps", amount=steps)
-    plan = draw_tasks(setup.terms.seed, 0, range(count), setup.terms.sizes, work, **setup.terms.method.draws)
+    drawn = setup.terms.method.draws | {"recordings": setup.data.recordings}
+    plan = draw_tasks(setup.terms.seed, 0, range(count), setup.terms.sizes, work, **drawn)
     return [task._replace(relabels=False) for task in plan if task.steps]

@@ -1,0 +1,320 @@
+"""FedHAR, and samples in the order of time: recordings, runs of consecutive windows, and who keeps them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fedcpsl import config
+from fedcpsl.algorithms import fedhar
+from fedcpsl.data.datasets import har
+from fedcpsl.data.federation import Federation
+from fedcpsl.data.ondemand import from_function
+from fedcpsl.data.sources import load_federation
+from fedcpsl.errors import InputError
+from fedcpsl.evaluation import evaluate
+from fedcpsl.federation.terms import terms_of
+from fedcpsl.schedule import Draw, Drawn, Sizes, Work, draw_tasks, run_starts, runs_from
+from fedcpsl.simulation import initial_state, prepare
+from fedcpsl.simulation.rounds import draw_plan, next_state
+
+from .conftest import needs_fork, small_federation, small_model
+from .test_conformance import WORK, assert_equal, final, make
+
+SHORT = {"T": 3, "s_max": 0.5, "R_s": 2, "clip_u": 0.05}
+TUNED = replace(WORK, personal_rounds=2)
+
+
+def number(value):
+    return torch.tensor(value, dtype=torch.float64)
+
+
+# Runs.
+
+
+@settings(max_examples=100)
+@given(st.lists(st.integers(0, 6), max_size=5), st.integers(2, 4))
+def test_runs_stay_within_one_recording(lengths, size):
+    recording = np.repeat(np.arange(len(lengths)), lengths)
+    expected = [
+        first for first in range(len(recording) - size + 1) if len(set(recording[first : first + size].tolist())) == 1
+    ]
+    assert run_starts(np.array(lengths, np.int64), size).tolist() == expected
+
+
+def test_every_run_is_drawn_and_no_other():
+    sizes, run = Sizes(np.array([3, 0]), np.array([7, 2])), Draw("run", of="runs", size=3)
+    work, lengths = Work(2, "steps", 200, (1, 1), 4, 4, 0.0), [np.array([4, 3]), np.array([2])]
+    first, second = draw_tasks(
+        1, 0, [0, 1], sizes, work, unlabelled=True, dropout=True, extra=[run], recordings=lengths
+    )
+    assert np.unique(first.extra["run"].rows, axis=0).tolist() == [[0, 1, 2], [1, 2, 3], [4, 5, 6]]
+    assert first.extra["run"].keys.shape == (200, 3)
+    assert second.extra["run"].rows.shape == (200, 0)  # it has too few
+    fewer = draw_tasks(
+        1, 0, [0], sizes, work._replace(amount=5), unlabelled=True, dropout=False, extra=[run], recordings=lengths
+    )
+    assert np.array_equal(fewer[0].extra["run"].rows, first.extra["run"].rows[:5])
+    assert runs_from(np.array([2, 5]), 2).tolist() == [[2, 3], [5, 6]]
+
+
+# Data that keep recordings.
+
+
+def windows(path=None):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(60, 2, 5)).astype(np.float32), np.arange(60) % 3
+    arrays = {"x": x, "y": y, "device": np.repeat([0, 1], 30), "recording": np.repeat(np.arange(6), 10)}
+    if path:
+        np.savez(path, **arrays)
+    return arrays
+
+
+def lengths_of(federation):
+    return [own.tolist() for own in federation.recordings]
+
+
+def test_arrays_and_files_keep_recordings(tmp_path):
+    arrays = windows(tmp_path / "mine.npz")
+    given_in = Federation.from_arrays(**arrays, labelled=0.5, test_fraction=0.0)
+    for own, count in zip(lengths_of(given_in), given_in.sizes.unlabelled, strict=True):
+        assert len(own) == 3  # each device has three recordings, and labels in all of them
+        assert sum(own) == count
+    data = config.Data(file=str(tmp_path / "mine.npz"), labelled=0.5, test=0.2)
+    assert sum(map(sum, lengths_of(load_federation(data, 0)))) > 10
+    without = Federation.from_arrays(**{name: t for name, t in arrays.items() if name != "recording"})
+    assert without.recordings is None
+    with pytest.raises(InputError, match="recording has shape"):
+        Federation.from_arrays(**arrays | {"recording": np.zeros(3)})
+
+
+def test_recordings_follow_their_samples_into_other_splits(tmp_path):
+    """By classes, where some samples have no device, and with a saved split."""
+    from fedcpsl.data.federation import federate
+    from fedcpsl.data.sources import assign_devices, load_source, reuse_split, shares, split_bytes
+
+    windows(tmp_path / "mine.npz")
+    data = config.Data(
+        file=str(tmp_path / "mine.npz"),
+        dataset="own",
+        partition="classes",
+        devices=2,
+        classes_per_device=1,
+        labelled=0.5,
+    )
+    source = assign_devices(load_source(data), data, 0)
+    made = federate(source, shares(data), normalise=False, seed=0)
+    held = source.device >= 0
+    assert not held.all()
+    assert np.array_equal(made.recording, source.recording[held])
+    (tmp_path / "split.npz").write_bytes(split_bytes(source, made))
+    again = reuse_split(tmp_path / "split.npz", load_source(data), normalise=False)
+    assert lengths_of(again) == lengths_of(made)
+
+
+def test_the_data_set_har_has_recordings(tmp_path):
+    rng = np.random.default_rng(0)
+    arrays = {
+        "x": rng.integers(-9, 9, (12, 8, 6)).astype(np.int16),
+        "y": np.arange(12) % 2,
+        "user": np.repeat([1, 2], 6),
+        "exp": np.repeat([1, 2, 3, 4], 3),
+        "scale": np.ones(6),
+        "classes": np.array(["WALKING", "SITTING"]),
+    }
+    (tmp_path / "har").mkdir()
+    np.savez(tmp_path / "har" / "har_windows.npz", **arrays)
+    assert har([tmp_path]).recording.tolist() == arrays["exp"].tolist()
+
+
+def test_without_recordings_it_says_what_is_missing():
+    federation = replace(small_federation(), recording=None)
+    with pytest.raises(InputError, match="give an array `recording`"):
+        make("fedhar", federation=federation)
+    made = from_function(lambda _: (np.zeros((3, 6)), np.zeros(3, int)), devices=5, classes=3, labelled=1, unlabelled=2)
+    with pytest.raises(InputError, match="give an array `recording`"):
+        make("fedhar", federation=made)
+    with pytest.raises(InputError, match="simulate it"):
+        terms_of(make("fedhar"))
+
+
+# Numbers worked out by hand.
+
+
+def test_temporal_variation():
+    """Outputs (1, 0), (3, 0), (3, 4): squared differences 4, 0, 0, 16, mean 5; zero where there is no run."""
+    outputs = number([[[[1.0, 0.0], [3.0, 0.0], [3.0, 4.0]]]] * 2)
+    assert fedhar.temporal_variation(number([1.0, 0.0]), outputs).tolist() == [[5.0], [0.0]]
+
+
+def test_clipping_is_over_all_leaves_of_a_slot():
+    """|(3, 4)| = 5: to norm 1 that is (0.6, 0.8); norm 10 leaves it; zero stays zero."""
+    leaves = number([[3.0], [3.0], [0.0]]), number([[[4.0]], [[4.0]], [[0.0]]])
+    one, other = fedhar.clip(leaves, number([1.0, 10.0, 1.0]))
+    assert one.flatten().tolist() == pytest.approx([0.6, 3.0, 0.0])
+    assert other.flatten().tolist() == pytest.approx([0.8, 4.0, 0.0])
+
+
+def test_two_steps_of_adam():
+    """g = 1, then 3: m = 0.1, 0.39; v = 0.01, 0.0999; 0.39 / 0.19 over sqrt(0.0999 / 0.0199) = 2.052632 / 2.240558."""
+    m, v = fedhar.adam_moments(number(0.0), number(0.0), number(1.0))
+    assert fedhar.adam_direction(m, v, number(1.0)).item() == pytest.approx(1.0, abs=1e-7)
+    m, v = fedhar.adam_moments(m, v, number(3.0))
+    assert (m.item(), v.item()) == pytest.approx((0.39, 0.0999))
+    assert fedhar.adam_direction(m, v, number(2.0)).item() == pytest.approx(0.916125, abs=1e-6)
+
+
+def test_the_weight_of_the_temporal_gradient_grows():
+    chosen = fedhar.Settings(s_max=0.3, R_s=3)
+    found = [fedhar.temporal_weight(chosen, number(float(r))).item() for r in (0, 1, 3, 9)]
+    assert found == pytest.approx([0.0, 0.1, 0.3, 0.3])
+
+
+@pytest.mark.parametrize(
+    ("sent", "share", "expected", "came"),
+    [
+        ([2.0, 1.0], 0.25, [0.75 * 2 + 0.25 * 8], True),  # gL = 4/2, gU = 8/1
+        ([2.0, 0.0], 0.25, [2.0], True),
+        ([0.0, 1.0], 0.25, [8.0], True),
+        ([0.0, 1.0], 0.0, None, False),
+        ([0.0, 0.0], 0.25, None, False),
+    ],
+)
+def test_what_came_is_joined(sent, share, expected, came):
+    sums = tuple(number([value]) if n else number([0.0]) for value, n in zip((4.0, 8.0), sent, strict=True))
+    gradient, found = fedhar.joint_gradient(fedhar.Sum(sums, number(sent)), number(share))
+    assert found.item() == came
+    if came:
+        assert gradient.tolist() == pytest.approx(expected)
+
+
+def linear(weight_decay=0.0):
+    """theta = 0; one sample x = 2 of class 0, and two windows in a recording, x = 0 and 1."""
+    model = nn.Linear(1, 2).double()
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.zero_()
+    x, role = np.array([[2.0], [0.0], [1.0]]), np.array([0, 1, 1], np.int8)
+    federation = Federation(
+        x, np.array([0, -1, -1]), np.zeros(3, int), role, 2, ("phone",), recording=np.zeros(3, np.int64)
+    )
+    chosen = fedhar.Settings(eta=0.5, T=2, s_max=1.0, R_s=1, weight_decay=weight_decay, eta_lc=0.25)
+    work = config.Work(rounds=1, active=1, unit="steps", amount=1, personal_rounds=1)
+    return prepare(federation, model, chosen, work, config.Run(dtype="float64", device="cpu"))
+
+
+def test_a_first_round_and_a_first_personal_step_move_against_the_sign():
+    """h = (1/2, 1/2): gL = ((-1, 1), (-1/2, 1/2)); s_0 = 0. Adam's first step is its step size against the sign.
+
+    So theta = 0.5 (1, -1, 1, -1). Then o = theta_w x + theta_b at x = 0 and 1: o_1 - o_0 = (1/2, -1/2), whose V has
+    the gradient (1/2, -1/2) in the weights and none in the biases. gL at theta: softmax(1.5, -1.5) = (0.952574,
+    0.047426), (h - y) x = (-0.094852, 0.094852), and the biases' half of that; gL + 0.1 gU = (-0.044852, 0.044852,
+    -0.047426, 0.047426): p = theta + 0.25 (1, -1, 1, -1).
+    """
+    *_, before = (state for state in states_of(linear()) if state.round == 1)
+    assert before.server.theta.tolist() == pytest.approx([0.5, -0.5, 0.5, -0.5], abs=1e-7)
+    last = final(linear())
+    assert last.devices.p[0].tolist() == pytest.approx([0.75, -0.75, 0.75, -0.75], abs=1e-6)
+    expected = [-0.0044852, 0.0044852, -0.0047426, 0.0047426]  # 0.1 of the gradient
+    assert last.devices.m[0].tolist() == pytest.approx(expected, abs=1e-6)
+    assert torch.equal(last.server.theta, before.server.theta)
+    own = evaluate(last).predictions
+    assert own.localized is not None
+
+
+def states_of(setup):
+    from fedcpsl.simulation import simulate
+
+    yield from simulate(setup)
+
+
+def test_personal_rounds_are_those_of_pytorchs_adam():
+    """On the drawn minibatches and runs, with weight decay; a device without labels has its runs alone."""
+    setup = make("fedhar", work=replace(TUNED, loss_rate=0.0), eta_lc=0.01, **SHORT)
+    for state in states_of(setup):
+        if state.round >= WORK.rounds and state.round < WORK.rounds + 2:
+            plan = draw_plan(state)
+            theta = state.server.theta.clone()
+            before = [state.device(i) for i in range(5)]
+            after = next_state(copied(state), plan)
+            for task in plan:
+                start = theta if state.round == WORK.rounds else before[task.device].p
+                if state.round == WORK.rounds:  # a fresh Adam
+                    expected = tuned_by_pytorch(setup, task, start)
+                    assert torch.allclose(after.device(task.device).p, expected, atol=1e-10)
+                assert after.device(task.device).updates == before[task.device].updates + task.steps
+
+
+def copied(state):
+    from fedcpsl.trees import map_tensors
+
+    return state._replace(devices=map_tensors(torch.clone, state.devices))
+
+
+def tuned_by_pytorch(setup, task, theta):
+    network, data = setup.terms.method.network, setup.data
+    model = small_model().double()
+    model.load_state_dict({name: t.clone() for name, t in network.named(theta).items()})
+    adam = torch.optim.Adam(model.parameters(), 0.01, (0.9, 0.99), 1e-8, weight_decay=0.0005)
+    first = int(data.start[task.device])
+    hidden = first + int(data.labelled[task.device])
+    for t in range(task.steps):
+        total = [torch.zeros_like(p) for p in model.parameters()]
+        has_labels = task.labelled.shape[1] > 0
+        if has_labels:
+            rows = torch.from_numpy(first + task.labelled[t])
+            loss = nn.functional.cross_entropy(model(data.inputs.take(data.source[rows])), data.truth[rows])
+            total = clipped(torch.autograd.grad(loss, list(model.parameters())), 100.0)
+        run = task.extra["run"].rows[t]
+        if len(run):
+            outputs = model(data.inputs.take(data.source[torch.from_numpy(hidden + run)]))
+            variation = (outputs[1:] - outputs[:-1]).square().mean()
+            more = clipped(torch.autograd.grad(variation, list(model.parameters())), 0.05)
+            total = [a + (0.1 if has_labels else 1.0) * b for a, b in zip(total, more, strict=True)]
+        for p, g in zip(model.parameters(), total, strict=True):
+            p.grad = g
+        adam.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def clipped(gradient, most):
+    norm = torch.sqrt(sum(g.square().sum() for g in gradient))
+    return [g * min(1.0, most / float(norm)) for g in gradient]
+
+
+# Everywhere.
+
+
+@pytest.mark.parametrize("given", [{}, {"model": nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))}])
+def test_executors_agree_with_runs_and_personal_rounds(given):
+    reference = final(make("fedhar", work=TUNED, **SHORT, **given))
+    assert (reference.server.updates > 0).all()
+    assert_equal(reference, final(make("fedhar", "vectorised", work=TUNED, **SHORT, **given)))
+    assert_equal(reference, final(make("fedhar", "vectorised", work=TUNED, slots=2, **SHORT, **given)))
+
+
+@needs_fork
+def test_processes_agree():
+    reference = final(make("fedhar", work=TUNED, **SHORT))
+    assert_equal(reference, final(make("fedhar", "vectorised", work=TUNED, processes=2, **SHORT)))
+
+
+def test_runs_matter():
+    setup = make("fedhar", **SHORT)
+    state = initial_state(setup)
+    state = state._replace(server=state.server._replace(rounds=number(2.0)))
+    plan = draw_plan(state)
+    none = [task._replace(extra={"run": Drawn(task.extra["run"].rows[:, :0])}) for task in plan]
+    assert any(task.extra["run"].rows.size for task in plan)
+    ours, theirs = next_state(copied(state), plan), next_state(copied(state), none)
+    assert not torch.allclose(ours.server.theta, theirs.server.theta)
+
+
+def test_without_personal_rounds_devices_keep_nothing():
+    last = final(make("fedhar", **SHORT))
+    assert last.devices.p.numel() == 0
+    assert torch.equal(evaluate(last).predictions.personal, evaluate(last).predictions.general)

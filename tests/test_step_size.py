@@ -1,0 +1,123 @@
+"""The search for a step size: on labels that it holds back, with its cost said and kept."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fedcpsl import Federation, Run, Work, prepare
+from fedcpsl.algorithms import fedcpsl2
+from fedcpsl.data.ondemand import from_function
+from fedcpsl.data.split import LABELLED, TEST, UNLABELLED
+from fedcpsl.errors import InputError
+from fedcpsl.step_size import CANDIDATES, DEVICES, StepSizeSearch, labels_held_back, search_eta, short_rounds
+from tests.command import fedcpsl as command
+
+
+def federation(devices=6, labelled=0.5):
+    rng = np.random.default_rng(0)
+    device, y = np.arange(40 * devices) % devices, rng.integers(0, 3, 40 * devices)
+    x = rng.normal(size=(len(y), 5)) + 2 * np.eye(5)[y]
+    return Federation.from_arrays(x, y, device, labelled=labelled)
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Linear(5, 3)
+
+
+WORK = Work(rounds=20, active=2, unit="steps", amount=4, batch_labelled=8, batch_unlabelled=8)
+RUN = Run(device="cpu", processes=1)
+
+
+def test_some_labels_are_held_back_and_tests_are_not_looked_at():
+    whole = federation()
+    held = labels_held_back(whole, 0)
+    before, after = whole.counts, held.counts
+    assert (after[:, TEST] == before[:, LABELLED] // 5).all()
+    assert (after[:, LABELLED] + after[:, TEST] == before[:, LABELLED]).all()
+    assert (after[:, UNLABELLED] == before[:, UNLABELLED]).all()
+    own_tests = {tuple(row) for row in whole.x[whole.role == TEST]}
+    assert not own_tests & {tuple(row) for row in held.x}
+    assert labels_held_back(federation(devices=DEVICES + 3), 0).devices == DEVICES
+    assert np.array_equal(labels_held_back(whole, 0).x, held.x)
+    assert not np.array_equal(labels_held_back(whole, 1).role, held.role)
+
+
+def test_a_device_keeps_its_last_label():
+    rng = np.random.default_rng(0)
+    y = np.where(np.arange(40) % 2, -1, 0)
+    y[[0, 2]] = 1
+    device = np.arange(40) // 20
+    y[21:] = -1  # the second device has one label
+    tests = np.zeros(40, bool)
+    held = labels_held_back(Federation.from_arrays(rng.normal(size=(40, 2)), y, device, tests), 0)
+    assert held.counts[:, LABELLED].min() == 1
+
+
+def test_without_labels_to_hold_back():
+    y = np.full(20, -1)
+    y[0] = 0
+    y[10] = 1
+    alone = Federation.from_arrays(np.random.default_rng(0).normal(size=(20, 2)), y, np.arange(20) // 10, np.zeros(20))
+    with pytest.raises(InputError, match="two labels or more"):
+        labels_held_back(alone, 0)
+
+
+def test_it_chooses_what_learns_and_leaves_out_what_diverges():
+    found = search_eta(federation(), model(), fedcpsl2.Settings(), WORK, RUN)
+    assert found.eta in CANDIDATES
+    assert found.losses[found.eta] == min(found.losses.values())
+    assert found.steps == len(CANDIDATES) * found.rounds * 2 * 4
+    assert found.rounds == 20  # visits are short: as many rounds as the run has
+    again = search_eta(federation(), model(), fedcpsl2.Settings(), WORK, RUN)
+    assert (again.eta, again.losses) == (found.eta, found.losses)
+
+    class Steep(torch.nn.Module):
+        """Whose outputs grow with the fourth power of its weights: large steps end in numbers that are not finite."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.full((3, 5), 1.0))
+
+        def forward(self, x):
+            return x @ (self.weight**5).T
+
+    steep = search_eta(federation(), Steep(), fedcpsl2.Settings(), WORK, RUN)
+    assert steep.losses[max(CANDIDATES)] == float("inf")
+    assert steep.summary["losses"][f"{max(CANDIDATES):g}"] is None
+
+
+def test_rounds_of_a_search():
+    settings = fedcpsl2.Settings()
+    assert short_rounds(federation(), settings, WORK, 2) == 20
+    assert short_rounds(federation(), settings, replace(WORK, rounds=1000), 2) == 75  # 600 steps of 8 a round
+    assert short_rounds(federation(), settings, replace(WORK, amount=500), 2) == 5
+    assert short_rounds(federation(), settings, replace(WORK, rounds=3), 2) == 3
+
+
+def test_prepare_searches_by_default():
+    setup = prepare(federation(), model(), fedcpsl2.Settings(), WORK, RUN)
+    assert setup.terms.numbers[0, 0] == search_eta(federation(), model(), fedcpsl2.Settings(), WORK, RUN).eta
+
+
+def test_samples_made_on_demand():
+    def make(device):
+        rng = np.random.default_rng(device)
+        y = rng.integers(0, 2, 30)
+        return rng.normal(size=(30, 3)) + y[:, None], y
+
+    many = from_function(make, devices=50, labelled=10, unlabelled=15, tests=5, classes=2)
+    found = search_eta(many, torch.nn.Linear(3, 2), fedcpsl2.Settings(), WORK, RUN)
+    assert isinstance(found, StepSizeSearch)
+
+
+def test_the_command_line_says_what_it_cost(tmp_path):
+    done = command("run", "--algorithm", "fedcpsl2", "--rounds", "2", "--out", "run", cwd=tmp_path)
+    assert "step size " in done.stderr
+    assert "local steps in all" in done.stderr
+    kept = json.loads((tmp_path / "run/manifest.json").read_text())["step_size_search"]
+    assert f"eta = {kept['eta']}" in (tmp_path / "run/config.toml").read_text()
+    assert kept["steps"] > 0
