@@ -45,9 +45,7 @@ class Traits(NamedTuple):
     views: str | Views = ""  # of the samples of a step: "auto" by the shape of inputs, or see `fedcpsl.views`; "": none
     draws: tuple[Draw, ...] = ()  # of the schedule, beside the minibatch of each step
     per_sample: tuple[str, ...] = ()  # fields of `Device` with a row for each unlabelled sample (`most_unlabelled`)
-    probe: Draw | None = (
-        None  # of what some devices are asked about in a second exchange of each round; None: there is none
-    )
+    probe: Draw | None = None  # of what a second exchange of each round asks some devices about
 
 
 class Method(NamedTuple):
