@@ -16,6 +16,7 @@ from fedcpsl.runs.study import (
     find_study,
     known_studies,
     lines_of,
+    on_dataset,
     paper_studies,
     plan_of,
     read_study,
@@ -208,8 +209,9 @@ def test_a_strip_for_a_grid_of_one_setting(desk):
 def test_studies_that_come_with_it_can_be_planned():
     assert set(paper_studies()) <= set(known_studies())
     for name in known_studies():
-        study = find_study(name)
-        for dataset in study.bases:
+        whole = find_study(name)
+        for dataset in whole.bases:
+            study = on_dataset(whole, dataset)
             plan = plan_of([study], dataset)
             assert len({case.name for case in plan.cases}) == len(plan.cases)
             for case in plan.cases:
@@ -225,10 +227,31 @@ def test_studies_that_come_with_it_can_be_planned():
 
 
 def test_validation_seeds_are_not_the_reported_ones():
-    for name in ("tune", "har-tune", "har-steps"):
+    for name in ("tune", "har-tune", "har-steps", "successor-tune"):
         study = find_study(name)
         assert study.settings["data.validation"] > 0
         assert study.first_seed >= 100
+
+
+def test_a_data_set_has_panels_and_tuned_rows_of_its_own(desk):
+    own = """
+[dataset_panels.digits."few"]
+work.active = 2
+[dataset_panels.digits."many"]
+work.active = 4
+[tuned.digits."many".APFSL]
+algorithm.eta = 0.3
+"""
+    (desk / "pair.toml").write_text(STUDY + own)
+    study = on_dataset(read_study(desk / "pair.toml"), "digits")
+    assert list(study.panels) == ["few", "many"]
+    found = {
+        (line.panel, line.row): with_settings(study.bases["digits"], line.case.settings).algorithm.eta
+        for line in lines_of(study, "digits")
+    }
+    assert found["many", "APFSL"] == 0.3
+    assert found["few", "APFSL"] != 0.3
+    assert on_dataset(study, "mnist").panels == study.panels  # which has none of its own
 
 
 def test_a_row_beats_what_was_chosen_and_what_is_given(desk):

@@ -98,7 +98,7 @@ def search_eta(
     active = min(4 if work.active == settings.AUTO else int(work.active), held.devices)
     rounds = short_rounds(held, algorithm, work, active)
     short = replace(work, rounds=rounds, active=active, personal_rounds=0, two_phase=False, joiners=0, loss_rate=0.0)
-    machine = replace(run, store="accelerator", gaps=False, processes=1)
+    machine = replace(run, store="accelerator", gaps=False)
     losses, steps, first = dict.fromkeys(CANDIDATES, float("inf")), 0, None
     for eta in CANDIDATES:
         setup = prepare_with_step_size(held, model, replace(algorithm, eta=eta), short, machine, costs, first)
