@@ -155,6 +155,8 @@ def _plan(vector: Vector, r: int, draws: Sequence[Draw]) -> list[DeviceRound]:
     def drawn(draw: Draw, device: int) -> Drawn:
         if draw.of == "step":
             return Drawn(vector[f"{at}/{draw.name}"][active.index(device)])
+        if draw.of == "devices":
+            return Drawn(vector.get(f"{at}/device{device}/{draw.name}", np.empty(0, np.int64)))
         found = vector[f"{at}/device{device}/{draw.name}"]
         if draw.of != "runs":
             return Drawn(found)
