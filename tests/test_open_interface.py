@@ -217,8 +217,8 @@ def test_personal_rounds_of_ditto_move_v_alone(executor):
 def test_what_cannot_run_on_real_devices_says_why():
     with pytest.raises(InputError, match=r"give algorithm\.weighted = false"):
         terms_of(make("feddyn"))
-    with pytest.raises(InputError, match="each device needs its own"):
-        terms_of(make("fedamp"))
+    with pytest.raises(InputError, match=r"leave algorithm\.alpha and algorithm\.lam at auto"):
+        terms_of(make("fedamp", alpha=3.0))
 
 
 # The contract holds for callers too.

@@ -134,6 +134,6 @@ def test_the_weak_view_is_the_sample():
 
 
 def test_it_says_why_it_cannot_run_on_real_devices():
-    with pytest.raises(InputError, match="those of its own peers"):
+    with pytest.raises(InputError, match="a schedule draws the peers"):
         terms_of(make("semifed"))
     assert initial_state(make("semifed")).server.devices == 5

@@ -17,7 +17,7 @@ RELATED = sorted((FOLDER / "related").glob("*.npz"))
 @pytest.mark.parametrize("path", VECTORS + RELATED, ids=lambda path: path.stem)
 def test_vector(path, executor, device):
     differences = list(replay(read_vector(path), executor, device))
-    assert len(differences) > 50
+    assert len(differences) > 40
     assert [str(d) for d in differences if d.error > 1] == []
 
 
@@ -44,7 +44,7 @@ def test_an_output_that_is_not_understood_is_a_difference():
         ("fedamp", "out/round2/device0/cloud/0.weight"),
         ("fedamp", "out/round1/theta/1.bias"),
         ("fedamp", "out/round4/device2/prediction"),
-        ("afl", "out/round2/lambda"),
+        ("afl-one-step-all-active", "out/round2/lambda"),
         ("drfa", "out/round3/lambda"),
         ("pfedme", "out/round2/device1/personal/0.weight"),
     ],
@@ -67,7 +67,7 @@ def test_every_choice_of_the_server_matters(key):
     vector = read_vector(FOLDER / "related" / "drfa-unequal-no-labels-lost.npz")
     at = f"in/schedule/round1/{key}"
     vector[at] = {
-        "uniform": lambda: 1 - vector[at],
+        "uniform": lambda: 0 * vector[at],
         "copies": lambda: vector[at][::-1] + 1,
         "snapshot": lambda: np.maximum(vector[at] - 1, 1),
         "probed": lambda: vector[at][:-1],

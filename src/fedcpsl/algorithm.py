@@ -17,7 +17,7 @@ a tree of tensors (`fedcpsl.trees`), and an empty tensor as something that this 
 **And its settings**: a dataclass `Settings`, whose fields the command line, TOML files, sweeps and the manual know.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -45,9 +45,7 @@ class Traits(NamedTuple):
     views: str | Views = ""  # of the samples of a step: "auto" by the shape of inputs, or see `fedcpsl.views`; "": none
     draws: tuple[Draw, ...] = ()  # of the schedule, beside the minibatch of each step
     per_sample: tuple[str, ...] = ()  # fields of `Device` with a row for each unlabelled sample (`most_unlabelled`)
-    probe: Draw | None = (
-        None  # of what some devices are asked about in a second exchange of each round; None: there is none
-    )
+    probe: Draw | None = None  # of what a second exchange of each round asks some devices about
 
 
 class Method(NamedTuple):
@@ -190,8 +188,16 @@ class Algorithm(Protocol):
 class Visit(NamedTuple):
     """What a device holds when it is visited: what `prepare` looks at."""
 
-    labels: Tensor  # [classes]: how many of its labelled samples each class has
-    x: Tensor  # [unlabelled samples, ...]
+    labels: Tensor  # [..., classes]: how many of its labelled samples each class has
+    unlabelled: Tensor  # [...]: how many unlabelled samples it has
+    pieces: Callable[[], Iterator[tuple[Tensor, Tensor]]]  # those samples, some at a time: x [..., rows, *shape], and
+    # [..., rows], 1 where there is one and 0 where a row only fills a gap, because another device has more
+
+
+def visit_of(labels: Tensor, x: Tensor) -> Visit:
+    """What one device holds, from its label counts and its unlabelled inputs [samples, *shape]."""
+    pieces = x.split(4096) if len(x) else ()
+    return Visit(labels, labels.new_tensor(len(x)), lambda: ((some, labels.new_ones(len(some))) for some in pieces))
 
 
 class Roster(NamedTuple):

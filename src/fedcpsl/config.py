@@ -82,14 +82,16 @@ def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def _for_algorithm(settings: Any, name: Any) -> Any:
-    """The settings of another algorithm, with what both have as it was chosen; where it was not, each has its own."""
+    """The settings of another algorithm: those that both have as they were set, where they were."""
     if not isinstance(name, str):
         raise InputError(f"algorithm.name = {toml_value(name)}: give text in quotes")
     kind = algorithm_settings(name)
     if isinstance(settings, kind):
         return settings
-    chosen = {f.name for f in fields(settings) if getattr(settings, f.name) != f.default} - {"name"}
-    return kind(name=name, **{key: getattr(settings, key) for key in chosen & {f.name for f in fields(kind)}})
+    shared = {f.name for f in fields(kind)} & {f.name for f in fields(settings)} - {"name"}
+    untouched = type(settings)()
+    given = {key: getattr(settings, key) for key in shared}
+    return kind(name=name, **{key: value for key, value in given.items() if value != getattr(untouched, key)})
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -338,10 +338,12 @@ def examiner() -> Examine:
     def examine(states: Sequence[State]) -> Pending:
         nonlocal earlier
         on_demand = any(state.setup.data.supply is not None for state in states)
-        changing = any(
-            optional(state.setup.terms.algorithm, name) for state in states for name in ("predicting", "adapted")
+        adapts, changes = (
+            any(optional(state.setup.terms.algorithm, name) for state in states) for name in ("adapted", "predicting")
         )
-        if not earlier or on_demand or changing or not states[0].targets.is_cuda:
+        by_itself = not earlier or on_demand or adapts or not states[0].targets.is_cuda
+        if by_itself or changes:  # what predictions need beside the models is no part of a graph
+            earlier = earlier if by_itself else _with_new_localized(states, earlier)
             asked = measure_together(states, earlier or [None] * len(states))
             earlier = asked.predictions
             return asked

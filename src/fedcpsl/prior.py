@@ -39,13 +39,14 @@ def smoothed_by_evidence(counts: Tensor) -> Tensor:
     return (shares[..., None] * each).sum(-2).to(counts.dtype)
 
 
-def expected_counts(log_h: Tensor, pi: Tensor, most: Tensor) -> Tensor:
+def expected_counts(log_h: Tensor, there: Tensor, pi: Tensor, most: Tensor) -> Tensor:
     """min(M, nu) mean_u softmax(log h(theta; u) + log pi): what M unlabelled samples count, as nu samples at most.
 
-    log_h is [..., samples, classes], nu [...].
+    log_h is [..., rows, classes], `there` [..., rows] is 1 for the rows that are samples and 0 for others, nu [...].
     """
-    weight = most.clamp(max=log_h.shape[-2])
-    return weight[..., None] * with_prior(log_h, pi.log()).exp().mean(-2)
+    count = there.sum(-1)
+    share = torch.minimum(count, most) / count.clamp_min(1)
+    return share[..., None] * (there[..., None] * with_prior(log_h, pi.log()).exp()).sum(-2)
 
 
 def mixed_with_uniform(pi: Tensor, share: Tensor) -> Tensor:

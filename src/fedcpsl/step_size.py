@@ -1,6 +1,7 @@
 """A step size for data that nobody has tuned on: short runs with some of the labels held back, which then judge."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from math import ceil, isfinite
 from typing import Any, NamedTuple
@@ -22,7 +23,8 @@ from fedcpsl.settings import SEARCH
 from fedcpsl.simulation import Setup, State, simulate_together
 from fedcpsl.simulation import prepare as prepare_with_step_size
 
-CANDIDATES = (0.003, 0.01, 0.03, 0.1, 0.3)
+CANDIDATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+NEARLY, WORSE = 1.25, 1.5  # times the least loss: still good enough; a reason not to try larger ones
 DEVICES = 20  # that take part in a search: the first ones
 FEWEST_ROUNDS = 5
 STEPS = 600  # of a candidate, where more rounds are needed for so many
@@ -33,7 +35,7 @@ class StepSizeSearch(NamedTuple):
     """What a search found, and what it cost."""
 
     eta: float
-    losses: dict[float, float]  # of each candidate on the labels held back; infinite where it diverged
+    losses: dict[float, float]  # of candidates on the labels held back; infinite where one diverged or was not tried
     rounds: int  # of each candidate
     steps: int  # local steps of all candidates
     seconds: float
@@ -46,8 +48,8 @@ class StepSizeSearch(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"step size {self.eta:g}, found in {self.seconds:.1f} s: {len(self.losses)} candidates of {self.rounds} "
-            f"rounds each, {self.steps} local steps in all"
+            f"step size {self.eta:g}, found in {self.seconds:.1f} s: candidates from {CANDIDATES[0]:g} up, "
+            f"{self.rounds} rounds each, {self.steps} local steps in all"
         )
 
 
@@ -96,28 +98,33 @@ def search_eta(
     rounds = short_rounds(held, algorithm, work, active)
     short = replace(work, rounds=rounds, active=active, personal_rounds=0, two_phase=False, joiners=0, loss_rate=0.0)
     machine = replace(run, store="accelerator", gaps=False, processes=1)
-    losses, steps = dict.fromkeys(CANDIDATES, float("inf")), 0
-    left = list(CANDIDATES)
-    while left:
-        setups: list[Setup] = []
-        for eta in left:
-            tried = replace(algorithm, eta=eta)
-            beside = setups[0] if setups else None
-            setups.append(prepare_with_step_size(held, model, tried, short, machine, costs, beside))
+    losses, steps, first = dict.fromkeys(CANDIDATES, float("inf")), 0, None
+    for eta in CANDIDATES:
+        setup = prepare_with_step_size(held, model, replace(algorithm, eta=eta), short, machine, costs, first)
+        first = first or setup
         try:
-            *_, last = simulate_together(setups, on_ranks=False)
-        except RunError as error:
-            if error.run is None:
-                raise
-            left = left[: error.run]  # larger ones diverge too
-            continue
-        losses |= {eta: held_out_loss(state) for eta, state in zip(left, last, strict=True)}
-        steps += sum(state.steps for state in last)
-        break
-    best = min(CANDIDATES, key=lambda eta: losses[eta])
-    if losses[best] == float("inf"):
-        raise InputError(f"algorithm.eta: no step size of {CANDIDATES} converges on this data; give one")
+            *_, (last,) = simulate_together([setup], on_ranks=False)
+        except RunError:  # it diverges, and so do larger ones
+            break
+        steps += last.steps
+        losses[eta] = held_out_loss(last)
+        if losses[eta] > WORSE * min(losses.values()):
+            break
+    best = chosen_eta(losses)
     return StepSizeSearch(best, losses, rounds, steps, time.monotonic() - began)
+
+
+def chosen_eta(losses: Mapping[float, float]) -> float:
+    """The largest candidate that is nearly as good as the best, among those below the last before divergence.
+
+    A longer run can diverge where a short one does not yet, so there must be a larger candidate that converges.
+    """
+    stable = [eta for eta in CANDIDATES if isfinite(losses[eta])]
+    if not stable:
+        raise InputError(f"algorithm.eta: no step size of {CANDIDATES} converges on this data; give one")
+    safe = stable[:-1] or stable
+    best = min(losses[eta] for eta in safe)
+    return max(eta for eta in safe if losses[eta] <= NEARLY * best)
 
 
 def short_rounds(federation: Federation, algorithm: Any, work: settings.Work, active: int) -> int:

@@ -151,7 +151,7 @@ def costs(local: Local) -> Tensor:
 def finish(
     method: Method, hyper: Hyper, broadcast: Broadcast, device: Nothing, local: Local, steps: Tensor
 ) -> tuple[Nothing, Upload]:
-    """w - theta^r and z - theta^r are sent; z = w of a device that had to stop before t'_i."""
+    """w - theta^r and z - theta^r are sent; z is w where a device had to stop before t'_i."""
     snapshot = chosen(steps < local.taken_after, local.models, local.snapshot)
     delta, z = (model_of(method, hyper, models, 0) - broadcast.theta for models in (local.models, snapshot))
     return device, Upload(delta, z, steps)

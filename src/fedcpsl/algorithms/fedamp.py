@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedcpsl import averaging
-from fedcpsl.algorithm import Method, Traits
+from fedcpsl.algorithm import Method, Roster, Traits
 from fedcpsl.averaging import Upload, add_labelled_gradient, descend, model_of, per_slot, stacked
 from fedcpsl.engine import Leaves
 from fedcpsl.errors import InputError
@@ -69,7 +69,7 @@ class Local(NamedTuple):
     costs: Tensor  # [..., 1]
 
 
-resolve, decided, commit, admit = averaging.resolve, averaging.decided, averaging.commit, averaging.admit
+resolve, decided, commit = averaging.resolve, averaging.decided, averaging.commit
 alike, predict = averaging.alike, averaging.predict_own
 
 
@@ -94,6 +94,18 @@ def init_server(method: Method, devices: int) -> Server:
     theta = method.network.initial
     nobody = theta.new_zeros(devices)
     return Server(theta.expand(devices, -1).clone(), nobody, nobody.clone())
+
+
+def admit(method: Method, server: Server, _before: Roster, after: Roster) -> Server:
+    """W_i = theta^0 of devices that the server has no place for yet; a device that is forgotten leaves S."""
+    known = len(server.models)
+    new = method.network.initial.expand(max(0, len(after.labelled) - known), -1)
+    stays = server.counted.new_tensor([count > 0 for count in after.labelled[:known]])
+    rest = server.counted.new_ones(known - len(stays))
+    counted, omega = (
+        torch.cat([t * torch.cat([stays, rest]), t.new_zeros(len(new))]) for t in (server.counted, server.omega)
+    )
+    return Server(torch.cat([server.models, new]), counted, omega)
 
 
 def init_device(_: Method, broadcast: Broadcast) -> Device:
@@ -173,7 +185,7 @@ def receive(method: Method, server: Server, devices: Tensor, uploads: Upload, om
 def general_model(_: Method, server: Server) -> Tensor:
     """sum_S omega_j W_j / sum_S omega_j, for reports alone; theta^0 while nobody was counted."""
     total = server.omega.sum()
-    weights = torch.where(total > 0, server.omega / total.clamp_min(1e-300), 1 / len(server.omega))
+    weights = torch.where(total > 0, server.omega / total.clamp_min(1e-300), 1 / max(1, len(server.omega)))
     return weights @ server.models
 
 
@@ -181,8 +193,12 @@ def received_model(_: Method, _broadcast: Broadcast) -> None:
     """The cloud model answers for nobody."""
 
 
-def not_deployable(_: Method) -> str:
-    return "messages carry one model for all so far, and each device needs its own; simulate it"
+def not_deployable(method: Method) -> str:
+    """Devices join one by one, and alpha may not be larger than sigma / (N - 1)."""
+    given = isinstance(method.rules, Settings) and {method.rules.alpha, method.rules.lam} != {AUTO}
+    return (
+        "how many devices there will be is not known; leave algorithm.alpha and algorithm.lam at auto" if given else ""
+    )
 
 
 def own_model(_method: Method, _hyper: Hyper, device: Device, _general: Tensor | None) -> Tensor:

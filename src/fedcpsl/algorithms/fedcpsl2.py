@@ -79,7 +79,7 @@ class Settings:
     )
     em_steps: int = whole(3, "steps of expectation-maximisation a visit, from a device's second visit on", 1)
     em_weight: float = real(10.0, "how many labels a device's unlabelled samples count for in the prior, at most", 0)
-    prior_in_costs: float = real(0.5, "weight of the prior in the costs, the rest is uniform", 0, 1)
+    prior_in_costs: float = real(0.8, "weight of the prior in the costs, the rest is uniform", 0, 1)
     prior_floor: float = real(0.02, "weight of the uniform distribution in the prior of predictions", 0, 1)
     lambda_u: float = real(1.0, "weight of unlabelled samples in the costs", 0)
     tau: float = real(0.8, "how confident a prediction must be to become a pseudo-label", 0, 1)
@@ -274,14 +274,14 @@ def count_prior(method: Method, hyper: Hyper, counts: Tensor) -> Tensor:
     return smoothed_by_evidence(counts) if _rules(method).by_evidence else smoothed(counts, hyper.smoothing)
 
 
-def em_prior(method: Method, hyper: Hyper, labels: Tensor, log_h: Tensor) -> Tensor:
+def em_prior(method: Method, hyper: Hyper, labels: Tensor, log_h: Tensor, there: Tensor) -> Tensor:
     """pi of n_i, then in each of some steps of n_i + min(M_i, nu) mean_u softmax(log h(theta; u) + log pi).
 
     Without labels it stays uniform: EM alone would feed on itself.
     """
     first = found = count_prior(method, hyper, labels)
     for _ in range(_rules(method).em_steps):
-        found = count_prior(method, hyper, labels + expected_counts(log_h, found, hyper.em_weight))
+        found = count_prior(method, hyper, labels + expected_counts(log_h, there, found, hyper.em_weight))
     return torch.where(labels.sum(-1, keepdim=True) > 0, found, first)
 
 
@@ -292,11 +292,13 @@ def prepare(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device, 
     found = torch.full_like(device.pi, 1 / device.pi.shape[-1])
     if rules.prior != "off":
         found = count_prior(method, hyper, visit.labels)
-    if rules.prior in ("em", "after") and len(visit.x):
-        theta = device.delta if method.traits.alone else broadcast.theta
-        pieces = [method.network.log_probabilities(theta, some) for some in visit.x.split(4096)]
-        by_em = em_prior(method, hyper, visit.labels, torch.cat(pieces))
-        found = torch.where(device.visits > 0, by_em, found)
+    if rules.prior in ("em", "after"):
+        theta = device.delta if method.traits.alone else broadcast.theta.expand_as(device.delta)
+        pieces = [(method.network.log_probabilities(theta, x), there) for x, there in visit.pieces()]
+        if pieces:
+            log_h, there = torch.cat([log_h for log_h, _ in pieces], -2), torch.cat([there for _, there in pieces], -1)
+            by_em = em_prior(method, hyper, visit.labels, log_h, there)
+            found = torch.where(((device.visits > 0) & (visit.unlabelled > 0))[..., None], by_em, found)
     return device._replace(pi=found, visits=device.visits + 1)
 
 
@@ -433,6 +435,8 @@ def contribution(method: Method, hyper: Hyper, upload: Upload, weight: Tensor) -
 
 def apply(method: Method, server: Server, total: Sum, devices: int) -> Server:
     """theta^{r+1} and c^{r+1} from the round's counted uploads; eta_g is the mean of Q~."""
+    if method.traits.alone:
+        return server
     eta_g, updates = total.effective_steps / total.counted, server.updates + 1
     theta = server_theta(server.theta, total.update, eta_g, devices, total.counted)
     return Server(theta, server_c(server, total), updates, decay(method, updates))

@@ -31,7 +31,6 @@ VARIANTS = {
     )
 }
 NONE = -1  # a sample without a pseudo-label
-ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
@@ -168,27 +167,30 @@ def broadcast_size(_: Method, broadcast: Broadcast) -> Tensor:
 @torch.no_grad()
 def prepare(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device, visit: Visit) -> Device:
     """The labels of a visit: what theta^r and the peers agree on, of every unlabelled sample; earlier ones are gone."""
-    models = torch.cat([broadcast.theta[None], broadcast.peers])
-    voting = torch.cat([torch.ones_like(broadcast.there[:1]), broadcast.there])
-    pieces = [
-        agreed(method.network.log_probabilities(models, some[None]), voting, hyper.tau, rules_of(method).agree)
-        for some in visit.x.split(ROWS_AT_ONCE)
-        if len(some)
-    ]
-    found = torch.cat([*pieces, device.labels.new_full((len(device.labels) - len(visit.x),), NONE)])
-    return Device(torch.where(broadcast.second > 0, found.to(device.labels.dtype), NONE))
+    lead, agree = hyper.eta.dim(), rules_of(method).agree
+    models = torch.cat([broadcast.theta.unsqueeze(-2), broadcast.peers], -2)
+    voting = torch.cat([torch.ones_like(broadcast.there[..., :1]), broadcast.there], -1)
+    labels = torch.full_like(device.labels, NONE)
+    begun = 0
+    for x, there in visit.pieces():
+        log_h = method.network.log_probabilities(models, x.unsqueeze(lead))
+        found = agreed(log_h, voting, hyper.tau, agree).to(labels.dtype)
+        rows = there.shape[-1]
+        labels[..., begun : begun + rows] = torch.where(there > 0, found, NONE)
+        begun += rows
+    return Device(torch.where(broadcast.second[..., None] > 0, labels, NONE))
 
 
 def agreed(log_h: Tensor, voting: Tensor, tau: Tensor, agree: int) -> Tensor:
     """y = arg max_c votes_c where that has at least 'agree' votes and more than any other class, else -1.
 
-    A model votes for arg max h where max h >= tau. log_h is [models, samples, classes], voting [models].
+    A model votes for arg max h where max h >= tau. log_h is [..., models, samples, classes], voting [..., models].
     """
     sure, which = log_h.max(-1)
-    votes = torch.nn.functional.one_hot(which, log_h.shape[-1]) * (sure.exp() >= tau)[..., None]
-    votes = (votes * voting[:, None, None]).sum(0)
+    sure_enough = (sure.exp() >= tau[..., None, None]) * voting[..., None]
+    votes = (torch.nn.functional.one_hot(which, log_h.shape[-1]) * sure_enough[..., None]).sum(-3)
     most, label = votes.max(-1)
-    alone = (votes == most[:, None]).sum(-1) == 1
+    alone = (votes == most[..., None]).sum(-1) == 1
     return torch.where((most >= agree) & alone, label, NONE)
 
 
@@ -252,4 +254,6 @@ def receive(_: Method, server: Server, devices: Tensor, uploads: Upload, omega: 
 
 
 def not_deployable(_: Method) -> str:
-    return "messages carry one model for all so far, and each device needs those of its own peers; simulate it"
+    return (
+        "a schedule draws the peers whose models a device is sent, which a server of real devices does not; simulate it"
+    )

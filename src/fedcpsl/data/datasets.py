@@ -134,10 +134,9 @@ def synthetic(data: config.Data, seed: int) -> OnDemand:
 
     Classes are Gaussian, shifted and unequally frequent on each device; `data` has the shares of labels and tests.
     """
+    usual = config.Data(axes=data.axes if data.axes in ("", config.AUTO) else config.AUTO)
     for setting in fields(data):
-        if setting.name not in SYNTHETIC_SETTINGS and getattr(data, setting.name) != getattr(
-            config.Data(), setting.name
-        ):
+        if setting.name not in SYNTHETIC_SETTINGS and getattr(data, setting.name) != getattr(usual, setting.name):
             raise InputError(f"data.{setting.name}: has no meaning for the data set synthetic; leave it out")
     share = np.asarray(data.labelled, float)
     if share.shape not in ((), (data.devices,)):

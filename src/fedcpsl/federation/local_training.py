@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedcpsl.algorithm import Visit, optional, predicting
+from fedcpsl.algorithm import optional, predicting, visit_of
 from fedcpsl.data.federation import Federation
 from fedcpsl.device_round import all_labelled, device_round, is_relabelled, relabelled
 from fedcpsl.errors import RunError
@@ -193,7 +193,7 @@ def train(
         raise RunError("this device has no samples that the algorithm uses; nothing was done")
     prepare = optional(algorithm, "prepare")
     if prepare:
-        device = prepare(method, hyper, broadcast, device, Visit(local_data.labels.sum(0), local_data.x_unlabelled))
+        device = prepare(method, hyper, broadcast, device, visit_of(local_data.labels.sum(0), local_data.x_unlabelled))
     given = (algorithm, method, hyper, broadcast, device)
     if is_relabelled(algorithm, method, warming=warming):
         nu = relabelled(*given, lambda first, last: local_data.x_unlabelled[first:last], nu)

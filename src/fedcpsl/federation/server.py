@@ -55,7 +55,7 @@ from fedcpsl.federation.server_store import (
     restart_control_variates,
     save_server_state,
 )
-from fedcpsl.federation.terms import Terms, digest, greeting_of, keeps_sums
+from fedcpsl.federation.terms import Terms, digest, greeting_of, keeps_sums, sent_to
 from fedcpsl.schedule import draw_active, draw_by_weight, draw_numbers, draw_probes, draw_steps
 from fedcpsl.storage import locked, make_folder
 from fedcpsl.trees import Tree, leaves, map_tensors
@@ -437,7 +437,7 @@ def make_instruction(
         attempt=state.probing if kind == PROBE and state.probing else state.attempt,
         kind=kind,
         settings=state.settings,
-        broadcast=map_tensors(Tensor.cpu, _sent_with(terms, state, kind)),
+        broadcast=map_tensors(Tensor.cpu, _sent_with(terms, state, kind, device)),
         device=device,
         seed=rules.seed,
         counted=None if record is None else record.counted,
@@ -448,11 +448,15 @@ def make_instruction(
     )
 
 
-def _sent_with(terms: Terms, state: ServerState, kind: str) -> Tree:
-    """Return what an instruction of a kind carries."""
+def _sent_with(terms: Terms, state: ServerState, kind: str, device: int) -> Tree:
+    """Return what an instruction of a kind carries; a device that has not joined yet gets what it would if it had."""
     if kind == PROBE:
         return optional(terms.algorithm, "probe_broadcast")(terms.method, state.server)
-    broadcast = terms.algorithm.broadcast(state.server)
+    server, joined = state.server, state.joined
+    if device < 0 and optional(terms.algorithm, "broadcast_each"):
+        device, with_one = len(state.roster), Roster(joined.devices + 1, joined.samples + 1, [*joined.labelled, 1])
+        server = terms.algorithm.admit(terms.method, server, joined if state.begun else Roster(0, 0), with_one)
+    broadcast = sent_to(terms, server, device)
     return broadcast if kind == TRAIN else greeting_of(terms, broadcast)
 
 

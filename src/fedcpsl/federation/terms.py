@@ -59,8 +59,8 @@ class Shapes(NamedTuple):
 def shapes_of(terms: Terms) -> Shapes:
     """Make the templates with the algorithm's own functions, at the network's initial parameters."""
     algorithm, method = terms.algorithm, terms.method
-    server = algorithm.init_server(method, 0)
-    broadcast = algorithm.broadcast(server)
+    server = algorithm.init_server(method, 1)
+    broadcast = sent_to(terms, server, 0)
     device = algorithm.init_device(method, broadcast)
     local = algorithm.begin(method, terms.hyper, broadcast, device)
     one = torch.ones((), dtype=torch.int64, device=terms.where)
@@ -72,6 +72,14 @@ def shapes_of(terms: Terms) -> Shapes:
     x, weight = (terms.hyper[0].new_zeros(shape) for shape in ((1, *method.network.input_shape), (1,)))
     samples = Samples(x, x.new_zeros(1, method.network.classes), weight, weight)
     return shapes._replace(probe=probe, answer=optional(algorithm, "probe_upload")(method, terms.hyper, probe, samples))
+
+
+def sent_to(terms: Terms, server: Tree, device: int) -> Tree:
+    """Return what the server sends to one device for training: the same as to all others, or a broadcast of its own."""
+    each = optional(terms.algorithm, "broadcast_each")
+    if each is None:
+        return terms.algorithm.broadcast(server)
+    return map_tensors(lambda t: t[0], each(terms.method, server, torch.tensor([device], device=terms.where)))
 
 
 def keeps_sums(terms: Terms) -> bool:

@@ -8,11 +8,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedcpsl.algorithm import Visit
+from fedcpsl.algorithm import Visit, visit_of
 from fedcpsl.data.federation import Federation
 from fedcpsl.data.ondemand import OnDemand
 from fedcpsl.data.scaling import Scaling
-from fedcpsl.data.split import TEST, UNLABELLED, VALIDATION
+from fedcpsl.data.split import LABELLED, TEST, UNLABELLED, VALIDATION
 from fedcpsl.device_round import all_labelled
 from fedcpsl.problem import Samples
 from fedcpsl.settings import AUTO
@@ -78,6 +78,7 @@ class DeviceData(NamedTuple):
     made_of: Federation | None = None  # None: what it holds changes from round to round
     supply: OnDemand | None = None  # makes the samples of active devices; None: all are there
     axes: tuple[Axes, ...] = ()  # of windows, for views
+    label_table: Tensor | None = None  # [devices, classes]: label counts, where they stay
     recordings: Sequence[NDArray[np.int64]] | None = None  # lengths of each device's, of its unlabelled samples
 
     @property
@@ -95,13 +96,15 @@ class DeviceData(NamedTuple):
 
     def label_counts(self, device: int) -> Tensor:
         """How many of a device's labelled samples each class has, [classes]; 0 while its samples are not loaded."""
+        if self.label_table is not None:
+            return self.label_table[device]
         first = int(self.start[device])
         known = self.truth[first : first + int(self.labelled[device])]
         return torch.nn.functional.one_hot(known, self.one_hot.shape[1]).sum(0).to(self.dtype)
 
     def visit(self, device: int) -> Visit:
         """What a device holds, for an algorithm that looks at all of it."""
-        return Visit(self.label_counts(device), self.x(self.unlabelled_rows(device)))
+        return visit_of(self.label_counts(device), self.x(self.unlabelled_rows(device)))
 
     def labelled_samples(self, device: int) -> Samples:
         """All labelled samples of a device, also of one whose samples are made on demand."""
@@ -154,6 +157,7 @@ def place_samples(
         validation=hold(federation, inputs, VALIDATION, who, federation.devices),
         made_of=federation if all_tested else None,
         axes=axes_of(federation),
+        label_table=torch.from_numpy(federation.class_counts(LABELLED)).to(device).to(dtype),
         recordings=federation.recordings,
     )
 

@@ -15,7 +15,7 @@ from fedcpsl.algorithm import Algorithm, Method, alike, merged_method, optional
 from fedcpsl.device_round import begun, device_round
 from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation.hardware import to_device
-from fedcpsl.simulation.minibatches import BatchPlan, batch_plan, drawn_for_visit, minibatches, renew_labels
+from fedcpsl.simulation.minibatches import BatchPlan, batch_plan, drawn_for_visit, minibatches, renew_labels, visits
 from fedcpsl.simulation.round_request import RoundRequest, Slot, TrainingData, hyper_of, states_of
 from fedcpsl.simulation.setup import Setup
 from fedcpsl.trees import Tree, leaves, map_tensors
@@ -150,13 +150,8 @@ def _prepared(program: Program, slots: Sequence[Slot], hyper: Tree, broadcast: T
     prepare = optional(program.algorithm, "prepare")
     if prepare is None:
         return device
-    shared = len({slot.run for slot in slots}) == 1 and slots[0].request.rows is None  # one broadcast for all
-    each = []
-    for i, slot in enumerate(slots):
-        own, kept = (map_tensors(lambda t, i=i: t[i], state) for state in (hyper, device))
-        sent = broadcast if shared else map_tensors(lambda t, i=i: t[i], broadcast)
-        each.append(prepare(program.method, own, sent, kept, slot.request.setup.data.visit(slot.task.device)))
-    return map_tensors(lambda *rows: torch.stack(rows), *each)
+    prepared: Tree = prepare(program.method, hyper, broadcast, device, visits(slots, program.data))
+    return prepared
 
 
 def example_of(request: RoundRequest, method: Method) -> tuple[Tree, Tree, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedcpsl.algorithm import Method, alike, optional
+from fedcpsl.algorithm import Method, Visit, alike, optional
 from fedcpsl.device_round import is_relabelled, relabelled
 from fedcpsl.problem import Samples
 from fedcpsl.schedule import DeviceRound, Draw, draw_shape
@@ -237,6 +237,29 @@ def taken(raw: Tensor, sources: Tensor, shape: Sequence[int], shift: Tensor | No
     """Inputs [*shape, ...] as a network is given them; shape is that of a batch, before it the slots if any."""
     x = raw.index_select(0, sources).view(*shape, *raw.shape[1:])
     return x if shift is None else normalise(x, shift, scale)
+
+
+ROWS_OF_VISITS = 1 << 14  # of all devices, at a time
+
+
+def visits(slots: Sequence[Slot], data: TrainingData) -> Visit:
+    """What the devices of some slots hold, side by side; rows that fill gaps do not count."""
+    setup = slots[0].request.setup
+    where, dtype, widest = setup.data.where, setup.data.dtype, max(1, ROWS_OF_VISITS // len(slots))
+    counts = np.array([_rows(slot).stop - _rows(slot).start for slot in slots])
+    first = np.array([slot.request.first_row + _rows(slot).start for slot in slots])
+    shift, scale = scaling_of(slots)
+
+    def pieces() -> Iterator[tuple[Tensor, Tensor]]:
+        for begin in range(0, int(counts.max()), widest):
+            column = np.arange(begin, min(begin + widest, int(counts.max())))
+            there = column < counts[:, None]
+            rows = to_device(np.where(there, first[:, None] + column, first[:, None] - (counts == 0)[:, None]), where)
+            sources = data.source.index_select(0, rows.flatten())
+            yield taken(data.raw, sources, rows.shape, shift, scale), to_device(there, where).to(dtype)
+
+    labels = torch.stack([slot.request.setup.data.label_counts(slot.task.device) for slot in slots])
+    return Visit(labels, to_device(counts, where).to(dtype), pieces)
 
 
 ROWS_TOGETHER = 1 << 17  # of many devices side by side on an accelerator
