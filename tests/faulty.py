@@ -21,7 +21,9 @@ from .conftest import small_federation, small_model
 
 SEED = 3
 OWN = {"feddyn": {"weighted": False}}  # without which an algorithm cannot run on real devices
-NAMES = sorted(name for name in all_algorithms() if not traits_of(name).alone and name not in ("fedhar", "semifed"))
+NAMES = sorted(
+    name for name in all_algorithms() if not traits_of(name).alone and name not in ("fedhar", "fedmatch", "semifed")
+)
 WORK = config.Work(rounds=5, active=4, unit="hlu", hlu=[1, 3], batch_labelled=3, batch_unlabelled=4)
 
 
