@@ -6,7 +6,7 @@ Every run is the whole `fedcpsl` run into a folder with evaluation after every r
 rounds" is from the start of the first round (capture included) to the end of the last, with evaluation, metrics and
 checkpoints; "in all" adds reading and splitting data and writing models. Beside it stands the local steps' arithmetic
 as a share of the matmul rate measured before (forward and backward of both models, without the first layer's input
-gradient; not the forward pass of weak views). For an algorithm with views a run without them follows: what the views
+gradient; not the forward pass of weak views). With --views-share a run without them follows: what the views
 take.
 """
 
@@ -94,10 +94,6 @@ def measure(config: Config, source: Source, runs: int, rounds: int, executor: st
     }
 
 
-def has_views(config: Config) -> bool:
-    return bool(getattr(config.algorithm, "views", ""))
-
-
 @contextmanager
 def without_views() -> Iterator[None]:
     """Samples themselves in place of their views."""
@@ -114,6 +110,7 @@ def main() -> None:
     options.add_argument("--sequential-rounds", type=int, default=3, help="fewer: it is the slow one; 0 leaves it out")
     options.add_argument("--algorithm", default="fedcpsl")
     options.add_argument("--active", type=int, help="devices a round; as in the paper by default")
+    options.add_argument("--views-share", action="store_true", help="each run without views too")
     options.add_argument("--evaluate-every", type=int, default=1)
     options.add_argument("--precision", default="ieee", choices=("ieee", "tf32", "bf16"))
     options.add_argument("--out", type=Path, help="also write the results as JSON")
@@ -134,7 +131,7 @@ def main() -> None:
     measure(config, source, 1, 1, "vectorised")
     print(f"a first run of one round, with what is compiled once on a machine: {time.perf_counter() - began:.1f} s")
     found = []
-    for job, views in [(job, True) for job in jobs] + [(job, False) for job in jobs if has_views(config)]:
+    for job, views in [(job, True) for job in jobs] + [(job, False) for job in jobs if chosen.views_share]:
         with nullcontext() if views else without_views():
             f = measure(config, source, *job) | {"views": views}
         found.append(f)

@@ -105,8 +105,10 @@ def test_the_choice():
     no = float("inf")
     assert CANDIDATES == (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
     assert choose(0.6, 0.5, 0.4, 0.3, 0.2, no) == 0.1  # 0.3 is the last before divergence
+    assert choose(0.6, 0.5, 0.4, 0.3, 0.2, 1.7) == 0.1  # or before what is much worse
     assert choose(0.6, 0.5, 0.4, 0.6, 0.9, no) == 0.03  # worse, not nearly as good
     assert choose(0.5, 0.6, 0.55, 0.4, no, no) == 0.03  # nearly as good, and larger
+    assert choose(0.7, 0.6, no, no, no, no) == 0.003
     assert choose(0.5, no, no, no, no, no) == 0.003
     assert choose(0.6, 0.5, 0.4, 0.3, 0.2, 0.1) == 0.3
     with pytest.raises(InputError, match="no step size of"):

@@ -211,7 +211,8 @@ def make(settings, shape=(1, 8, 8), **run):
 @pytest.mark.parametrize("shape", [(1, 8, 8), (4, 16), (7,)])
 def test_executors_and_processes_agree(viewing, shape):
     ends, vectorised = [], {"executor": "vectorised", "processes": 1}
-    others = {"executor": "sequential"}, {}, {"processes": 2}, {"slots": 1}
+    forks = sys.platform == "linux" and not torch.cuda.is_available()
+    others = {"executor": "sequential"}, {}, {"slots": 1}, *([{"processes": 2}] if forks else [])
     for run in (vectorised | other for other in others):
         *_, state = simulate(make(viewing, shape, **run))
         ends.append(torch.cat([t.flatten() for t in leaves(state.server)]))

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from math import ceil, isfinite
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from fedcpsl.simulation import Setup, State, simulate_together
 from fedcpsl.simulation import prepare as prepare_with_step_size
 
 CANDIDATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
-NEARLY, WORSE = 1.25, 1.5  # times the least loss: still good enough; a reason not to try larger ones
+NEARLY, WORSE = 1.25, 2.0  # times the least loss: good enough; too bad for a margin, and not to try larger ones
 DEVICES = 20  # that take part in a search: the first ones
 FEWEST_ROUNDS = 5
 STEPS = 600  # of a candidate, where more rounds are needed for so many
@@ -115,16 +116,16 @@ def search_eta(
 
 
 def chosen_eta(losses: Mapping[float, float]) -> float:
-    """The largest candidate that is nearly as good as the best, among those below the last before divergence.
+    """The largest candidate that is nearly as good as the best, where the next larger one is not much worse.
 
-    A longer run can diverge where a short one does not yet, so there must be a larger candidate that converges.
+    What a short run bears can be too much for a long one: that is the margin.
     """
-    stable = [eta for eta in CANDIDATES if isfinite(losses[eta])]
-    if not stable:
+    best = min(losses.values())
+    if not isfinite(best):
         raise InputError(f"algorithm.eta: no step size of {CANDIDATES} converges on this data; give one")
-    safe = stable[:-1] or stable
-    best = min(losses[eta] for eta in safe)
-    return max(eta for eta in safe if losses[eta] <= NEARLY * best)
+    safe = [eta for eta, larger in pairwise(CANDIDATES) if losses[larger] <= WORSE * best] or CANDIDATES[:1]
+    least = min(losses[eta] for eta in safe)
+    return max(eta for eta in safe if losses[eta] <= NEARLY * least)
 
 
 def short_rounds(federation: Federation, algorithm: Any, work: settings.Work, active: int) -> int:

@@ -134,10 +134,12 @@ class Network:
 
         The first dimensions of all leaves are those of `x` before its samples. With `keys`, one per sample, dropout
         is active and its masks are drawn from them. A batched network spares autograd where the gradient of `cost` is
-        known (see `fedcpsl.engine.costs`).
+        known (see `fedcpsl.engine.costs`). Without samples nothing is added.
         """
         self._set_mode(training=True)
         lead = self._lead(models)
+        if not x.shape[len(lead)]:
+            return models[0].new_zeros(lead)
         if self.batched and lead:
             return self._add_gradient_batched(into, models, x, keys, differentiated(cost), lead, of_outputs=of_outputs)
         costs, gradients = self._gradients(models, x, keys, cost, lead, of_outputs=of_outputs)
