@@ -22,6 +22,7 @@ from fedcpsl.federation.terms import terms_of
 from fedcpsl.schedule import Draw, Drawn, Sizes, Work, draw_tasks, run_starts, runs_from
 from fedcpsl.simulation import initial_state, prepare
 from fedcpsl.simulation.rounds import draw_plan, next_state
+from fedcpsl.trees import leaves
 
 from .conftest import needs_fork, small_federation, small_model
 from .small_runs import answers_of, ask
@@ -345,3 +346,13 @@ def test_a_run_on_a_file_is_exported_and_adapted_to_a_new_device(tmp_path, capsy
     np.savez(tmp_path / "without.npz", **arrays)
     code, _, complained = ask(capsys, "adapt", tmp_path / "run", "--data", tmp_path / "without.npz", "--out", "x")
     assert (code, "give an array `recording`" in complained) == (2, True)
+
+
+def test_rounds_without_an_upload_count_too():
+    """s_r and the stages of other algorithms go by the round, whatever was lost."""
+    for name in ("fedhar", "semifed", "fedmatch"):
+        last = final(make(name, work=replace(WORK, loss_rate=1.0)))
+        assert last.server.rounds == 4
+        start = make(name).terms.first_server()
+        assert all(map(torch.equal, leaves(last.server._replace(rounds=start.rounds)), leaves(start)))
+    assert final(make("fedhar", work=TUNED)).server.rounds == 4  # personal rounds are not the server's

@@ -93,8 +93,9 @@ class Algorithm(Protocol):
     `fedcpsl.federation`); `invariants`, which the conformance suite checks; `RECORDED`, what fields are called in
     recorded runs.
 
-    Optional at the server: `draw_weights(method, server)`, [devices], in place of a uniform draw of devices; one that
-    is drawn twice works once, and its upload is added, or listed, twice. For a second exchange in a round, after
+    Optional at the server: `round_over(server)`, the `Server` after every round of a simulation, also after one in
+    which nothing was counted; `draw_weights(method, server)`, [devices], in place of a uniform draw of devices; one
+    that is drawn twice works once, and its upload is added, or listed, twice. For a second exchange in a round, after
     `apply` or `receive`, with devices that the schedule draws (`Traits.probe` says about which samples): the server
     sends `probe_broadcast(method, server)`, the same to all, a device answers with `probe_upload(method, hyper,
     broadcast, samples)`, and changes nothing by it, and `probe_receive(method, server, devices, uploads)` is the

@@ -62,7 +62,7 @@ class Server(NamedTuple):
     embeddings: Tensor  # [devices, classes]: e_j
     counted: Tensor  # [devices]: 1 where there is one
     noise: Tensor  # [1, *shape of an input]
-    rounds: Tensor  # in which something was counted
+    rounds: Tensor  # so far
     devices: Tensor  # N: how many have joined
 
 
@@ -301,13 +301,17 @@ def receive(method: Method, server: Server, devices: Tensor, uploads: Upload, om
         models=models,
         embeddings=embeddings,
         counted=counted,
-        rounds=server.rounds + 1,
     )
 
 
 def embedding(method: Method, models: Tensor, noise: Tensor) -> Tensor:
     """e_j = h(M_j; noise), [devices, classes]."""
     return method.network.log_probabilities(models, noise[None]).exp()[:, 0]
+
+
+def round_over(server: Server) -> Server:
+    """r <- r + 1, whatever was counted."""
+    return server._replace(rounds=server.rounds + 1)
 
 
 def not_deployable(_: Method) -> str:

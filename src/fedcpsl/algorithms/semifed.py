@@ -63,7 +63,7 @@ class Server(NamedTuple):
     theta: Tensor  # [parameters]
     models: Tensor  # [devices, parameters]: the last counted of each
     counted: Tensor  # [devices]: 1 where there is one
-    rounds: Tensor  # in which something was counted
+    rounds: Tensor  # so far
     devices: Tensor  # N: how many have joined
 
 
@@ -250,7 +250,12 @@ def receive(_: Method, server: Server, devices: Tensor, uploads: Upload, omega: 
     models, counted = server.models.clone(), server.counted.clone()
     models[devices], counted[devices] = server.theta + uploads.delta, 1.0
     theta = server.theta + server.devices / len(devices) * (omega @ uploads.delta)
-    return server._replace(theta=theta, models=models, counted=counted, rounds=server.rounds + 1)
+    return server._replace(theta=theta, models=models, counted=counted)
+
+
+def round_over(server: Server) -> Server:
+    """r <- r + 1, whatever was counted."""
+    return server._replace(rounds=server.rounds + 1)
 
 
 def not_deployable(_: Method) -> str:

@@ -163,6 +163,9 @@ def _after(
         server = optional(setup.terms.algorithm, "receive")(setup.terms.method, server, *_in_device_order(total))
     elif total is not None:
         server = setup.terms.algorithm.apply(setup.terms.method, server, total, len(setup.terms.roster(state.round)))
+    round_over = optional(setup.terms.algorithm, "round_over")
+    if round_over and state.round < setup.terms.rounds:
+        server = round_over(server)
     active_rounds = state.active_rounds.copy()
     active_rounds[[task.device for task in working if not task.personal]] += 1
     sent = request.broadcast if request.rows is None else map_tensors(lambda t: t[:1], request.broadcast)
