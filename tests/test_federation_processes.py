@@ -190,3 +190,24 @@ def test_another_algorithm_over_real_processes(tmp_path):
     )
     assert asked.returncode == 0, asked.stderr
     assert "accuracy" in asked.stderr
+
+
+def test_a_second_exchange_over_real_processes(tmp_path):
+    """DRFA: devices that were drawn train, others are asked for a loss; the weights have moved and add up to 1."""
+    desk = Desk(tmp_path, devices=2, rounds=2, active=2)
+    job = tmp_path / "job.toml"
+    job.write_text(job.read_text().replace("[algorithm]", '[algorithm]\nname = "drfa"\neta_lambda = 0.1'))
+    try:
+        desk.serve()
+        desk.wait_for_word("server", "listening on", LONGEST_S)
+        for name in desk.names:
+            desk.join(name)
+        desk.wait(lambda status: status["over"], LONGEST_S)
+        assert desk.processes["server"].wait(LONGEST_S) == 0
+    finally:
+        desk.close()
+    state = desk.server_state()
+    assert state.probing is None
+    assert state.server.weights.sum().item() == pytest.approx(1)
+    assert state.server.weights[0] != 0.5
+    assert [desk.device_state(name).answer.attempt.round for name in desk.names] == [1, 1]

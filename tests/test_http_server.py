@@ -18,7 +18,7 @@ from fedcpsl.deployment.endpoints import DIGEST_HEADER, HEALTH_PATH, INSTRUCTION
 from fedcpsl.deployment.http_server import GRACE_S, MAX_PLAIN_REPLY_BYTES, HttpContext, Mailbox, listening
 from fedcpsl.deployment.signing import KeyRing, SignedContent, sign_request
 from fedcpsl.deployment.wire import pack, unpack
-from fedcpsl.federation.messages import HELLO, TRAIN, Lost, Message
+from fedcpsl.federation.messages import HELLO, PROBE, TRAIN, Lost, Message
 
 UPDATE = 4000  # bytes
 
@@ -182,6 +182,14 @@ def test_a_reply_to_an_earlier_instruction_is_late_and_the_new_instruction_stays
     assert place.ask(REPLY_PATH, answer_of())[0] == 204
     thread.join(10)
     assert found[0][1].header["round"] == 1
+
+
+def test_an_update_that_comes_late_is_no_answer_in_the_second_exchange_of_its_round(place):
+    thread, found = place.offer(PROBE)
+    assert place.ask(REPLY_PATH, answer_of(kind=TRAIN))[0] == 409
+    assert place.ask(REPLY_PATH, answer_of(1, kind=PROBE))[0] == 204
+    thread.join(10)
+    assert [message.header["kind"] for _, message in found] == [PROBE]
 
 
 def test_who_is_revoked_is_shut_out_at_once(place):
