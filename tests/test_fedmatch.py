@@ -7,8 +7,6 @@ import torch
 from torch import nn
 
 from fedcpsl.algorithms import fedmatch
-from fedcpsl.errors import InputError
-from fedcpsl.federation.terms import terms_of
 from fedcpsl.recorded_runs import read_vector, replay
 from fedcpsl.simulation import initial_state, simulate
 
@@ -119,8 +117,3 @@ def test_a_recorded_start_matters():
     vector = read_vector(FOLDER / "related" / "fedmatch.npz")
     vector["in/noise"] = -3 * vector["in/noise"]
     assert any(d.error > 1 for d in replay(vector, "sequential"))
-
-
-def test_it_says_why_it_cannot_run_on_real_devices():
-    with pytest.raises(InputError, match="helpers are sent now and then"):
-        terms_of(make("fedmatch"))

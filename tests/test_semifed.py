@@ -9,9 +9,8 @@ import torch
 
 from fedcpsl.algorithms import semifed
 from fedcpsl.errors import InputError
-from fedcpsl.federation.terms import terms_of
 from fedcpsl.schedule import Draw, Sizes, Work, draw_extra
-from fedcpsl.simulation import initial_state, simulate
+from fedcpsl.simulation import simulate
 from fedcpsl.simulation.rounds import draw_plan, next_state
 from fedcpsl.trees import map_tensors
 from fedcpsl.views import views_for
@@ -131,9 +130,3 @@ def test_the_weak_view_is_the_sample():
     assert torch.equal(views.strong(x, keys), views_for("auto", (7,)).strong(x, keys))
     with pytest.raises(InputError, match="do not fit"):
         views_for("strong image", (7,))
-
-
-def test_it_says_why_it_cannot_run_on_real_devices():
-    with pytest.raises(InputError, match="a schedule draws the peers"):
-        terms_of(make("semifed"))
-    assert initial_state(make("semifed")).server.devices == 5

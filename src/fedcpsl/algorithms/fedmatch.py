@@ -133,8 +133,12 @@ def init_server(method: Method, devices: int) -> Server:
 
 
 def admit(_: Method, server: Server, _before: Roster, after: Roster) -> Server:
-    """N."""
-    return server._replace(devices=server.sigma.new_tensor(after.devices))
+    """N, and places for devices that the server has none for yet."""
+    new = max(0, len(after.labelled) - len(server.counted))
+    kept = (torch.cat([t, t.new_zeros(new, *t.shape[1:])]) for t in (server.models, server.embeddings, server.counted))
+    models, embeddings, counted = kept
+    devices = server.sigma.new_tensor(after.devices)
+    return server._replace(models=models, embeddings=embeddings, counted=counted, devices=devices)
 
 
 def general_model(_: Method, server: Server) -> Tensor:
@@ -312,7 +316,3 @@ def embedding(method: Method, models: Tensor, noise: Tensor) -> Tensor:
 def round_over(server: Server) -> Server:
     """r <- r + 1, whatever was counted."""
     return server._replace(rounds=server.rounds + 1)
-
-
-def not_deployable(_: Method) -> str:
-    return "helpers are sent now and then, and messages have one form for all rounds so far; simulate it"

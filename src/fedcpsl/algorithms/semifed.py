@@ -131,8 +131,10 @@ def init_server(method: Method, devices: int) -> Server:
 
 
 def admit(_: Method, server: Server, _before: Roster, after: Roster) -> Server:
-    """N."""
-    return server._replace(devices=server.theta.new_tensor(after.devices))
+    """N, and places for devices that the server has none for yet."""
+    new = max(0, len(after.labelled) - len(server.counted))
+    models, counted = (torch.cat([t, t.new_zeros(new, *t.shape[1:])]) for t in (server.models, server.counted))
+    return server._replace(models=models, counted=counted, devices=server.theta.new_tensor(after.devices))
 
 
 def init_device(method: Method, broadcast: Broadcast) -> Device:
@@ -256,9 +258,3 @@ def receive(_: Method, server: Server, devices: Tensor, uploads: Upload, omega: 
 def round_over(server: Server) -> Server:
     """r <- r + 1, whatever was counted."""
     return server._replace(rounds=server.rounds + 1)
-
-
-def not_deployable(_: Method) -> str:
-    return (
-        "a schedule draws the peers whose models a device is sent, which a server of real devices does not; simulate it"
-    )
