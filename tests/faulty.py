@@ -20,7 +20,11 @@ from fedcpsl.simulation import prepare
 from .conftest import small_federation, small_model
 
 SEED = 3
-OWN = {"feddyn": {"weighted": False}}  # without which an algorithm cannot run on real devices
+OWN = {  # without which an algorithm cannot run on real devices, or some of it would not be at work
+    "feddyn": {"weighted": False},
+    "semifed": {"tau": 0.35, "first_stage": 2},
+    "fedmatch": {"tau": 0.35, "helper_every": 2, "lam_s": 3.0, "lam_2": 0.2},
+}
 NAMES = sorted(name for name in all_algorithms() if not traits_of(name).alone and name != "fedhar")
 WORK = config.Work(rounds=5, active=4, unit="hlu", hlu=[1, 3], batch_labelled=3, batch_unlabelled=4)
 

@@ -31,6 +31,8 @@ CASES = {
     "drfa": ({"name": "drfa"}, {"joiners": 2, "join_round": 2, "active": 3}, {"executor": "vectorised"}),
     "fedcpsl2": ({"name": "fedcpsl2"}, {"joiners": 2, "join_round": 2, "active": 3}, {}),
     "fedhar": ({"name": "fedhar", "T": 3}, {"personal_rounds": 1}, {"executor": "vectorised"}),
+    "semifed": ({"name": "semifed", "tau": 0.35, "first_stage": 2}, {}, {"executor": "vectorised"}),
+    "fedmatch": ({"name": "fedmatch", "tau": 0.35, "helper_every": 2, "lam_s": 3.0, "lam_2": 0.2}, {}, {}),
     "perfedavg": ({"name": "perfedavg-hf"}, {}, {}),
     "flexmatch": (
         {"name": "flexmatch", "tau": 0.4},

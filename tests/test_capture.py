@@ -2,6 +2,8 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,11 +14,12 @@ from fedcpsl import config
 from fedcpsl.data.federation import Federation
 from fedcpsl.errors import InputError
 from fedcpsl.models import make_model
-from fedcpsl.simulation import initial_state, prepare
+from fedcpsl.simulation import capture, initial_state, prepare
 from fedcpsl.simulation.capture import WASTE, captured_steps, ladder
 from fedcpsl.simulation.executors import local_rounds, stretches
 from fedcpsl.simulation.round_request import RoundRequest, training_data_of
 from fedcpsl.simulation.rounds import draw_plan, next_state
+from fedcpsl.trees import map_tensors
 
 from .conftest import small_federation, small_model
 from .test_conformance import WORK, assert_equal, final
@@ -69,6 +72,57 @@ def test_captured_steps_are_the_steps(name, kind):
     work = replace(WORK, rounds=6)
     setup = setup_of(deep(kind), name=name, work=work, warm_up=1 if name == "fedcpsl" else 0)
     assert_equal(final(setup), uncaptured(setup))
+
+
+OWN = {  # settings with which every part of an algorithm is at work
+    "perfedavg-hf": {"alpha": 0.3},
+    "flexmatch": {"tau": 0.45, "eta": 0.3},
+    "fedhar": {"T": 3, "s_max": 0.5, "R_s": 2},
+    "semifed": {"tau": 0.35, "first_stage": 2},
+    "fedmatch": {"tau": 0.35, "helper_every": 2, "lam_s": 3.0, "lam_2": 0.2},
+}
+
+
+def own_setup(name, kind, device):
+    chosen = config.algorithm_settings(name)(**{"name": name, "eta": 0.05} | OWN[name])
+    run = config.Run(executor="vectorised", dtype="float64", seed=3, device=device, processes=1)
+    return prepare(small_federation(), deep(kind), chosen, replace(WORK, rounds=6), run)
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", ["plain", "dropout", "convolution"])
+@pytest.mark.parametrize("name", sorted(OWN))
+def test_captured_steps_of_other_algorithms_are_the_steps(name, kind):
+    setup = own_setup(name, kind, "cuda")
+    assert_equal(final(setup), uncaptured(setup))
+    if name == "flexmatch":
+        assert_equal(final(setup), final(own_setup(name, kind, "cuda")), tolerance=0)
+
+
+@pytest.mark.parametrize("kind", ["plain", "dropout"])
+@pytest.mark.parametrize("name", sorted(OWN))
+def test_what_a_stage_holds_is_what_steps_read(name, kind, monkeypatch):
+    """Without a GPU: the same buffers, filled and read in the same way, with steps in place of graphs."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(capture, "_capture", steps_on_buffers)
+    setup = own_setup(name, kind, "cpu")
+    take, state = captured_steps(), initial_state(setup)
+    while state.round < setup.terms.total_rounds:
+        state = next_state(state, draw_plan(state), partial(local_rounds, take_steps=take))
+    assert_equal(state, uncaptured(setup))
+
+
+def steps_on_buffers(program, stage, width, steps, _memory):
+    def replay():
+        hyper, local = (map_tensors(lambda t: t[:width], tree) for tree in (stage.hyper, stage.local))
+        begun = local
+        ahead = stage.step + torch.arange(steps)
+        for samples in capture._samples(program.data, stage.batches.of_slots(slice(0, width)), ahead):
+            local = program.algorithm.step(program.method, hyper, local, samples)
+        map_tensors(capture._copy_back, begun, local)
+        stage.step.add_(steps)
+
+    return SimpleNamespace(replay=replay)
 
 
 @needs_gpu

@@ -1,5 +1,6 @@
 """FedHAR, and samples in the order of time: recordings, runs of consecutive windows, and who keeps them."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -21,8 +22,10 @@ from fedcpsl.federation.terms import terms_of
 from fedcpsl.schedule import Draw, Drawn, Sizes, Work, draw_tasks, run_starts, runs_from
 from fedcpsl.simulation import initial_state, prepare
 from fedcpsl.simulation.rounds import draw_plan, next_state
+from fedcpsl.trees import leaves
 
 from .conftest import needs_fork, small_federation, small_model
+from .small_runs import answers_of, ask
 from .test_conformance import WORK, assert_equal, final, make
 
 SHORT = {"T": 3, "s_max": 0.5, "R_s": 2, "clip_u": 0.05}
@@ -318,3 +321,38 @@ def test_without_personal_rounds_devices_keep_nothing():
     last = final(make("fedhar", **SHORT))
     assert last.devices.p.numel() == 0
     assert torch.equal(evaluate(last).predictions.personal, evaluate(last).predictions.general)
+
+
+def test_a_run_on_a_file_is_exported_and_adapted_to_a_new_device(tmp_path, capsys):
+    windows(tmp_path / "mine.npz")
+    few = ["--rounds", "3", "--labelled", "0.5", "--set", "run.processes=1", "--set", "algorithm.T=3"]
+    words = ["run", "--data", tmp_path / "mine.npz", "--algorithm", "fedhar", "--model", "mlp", *few]
+    code, _, complained = ask(capsys, *words, "--set", "work.personal_rounds=1", "--out", tmp_path / "run")
+    assert code == 0, complained
+    for who in ("0", "global"):
+        path = tmp_path / f"{who}.pt2"
+        assert ask(capsys, "export", tmp_path / "run", "--device", who, "--format", "torch", "--out", path)[0] == 0
+        ours, theirs = (
+            ask(capsys, "predict", *given, tmp_path / "mine.npz")[1]
+            for given in ((tmp_path / "run", "--device", who), (path,))
+        )
+        assert np.allclose(answers_of(ours), answers_of(theirs), atol=1e-5)
+    code, said, complained = ask(
+        capsys, "adapt", tmp_path / "run", "--data", tmp_path / "mine.npz", "--out", tmp_path / "new", "--json"
+    )
+    assert code == 0, complained
+    assert json.loads(said)["rounds"] > 0
+    arrays = {name: t for name, t in windows().items() if name != "recording"}
+    np.savez(tmp_path / "without.npz", **arrays)
+    code, _, complained = ask(capsys, "adapt", tmp_path / "run", "--data", tmp_path / "without.npz", "--out", "x")
+    assert (code, "give an array `recording`" in complained) == (2, True)
+
+
+def test_rounds_without_an_upload_count_too():
+    """s_r and the stages of other algorithms go by the round, whatever was lost."""
+    for name in ("fedhar", "semifed", "fedmatch"):
+        last = final(make(name, work=replace(WORK, loss_rate=1.0)))
+        assert last.server.rounds == 4
+        start = make(name).terms.first_server()
+        assert all(map(torch.equal, leaves(last.server._replace(rounds=start.rounds)), leaves(start)))
+    assert final(make("fedhar", work=TUNED)).server.rounds == 4  # personal rounds are not the server's

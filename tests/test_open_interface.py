@@ -25,7 +25,20 @@ from .conftest import small_federation, small_model
 from .small_runs import answers_of, ask, table_run, write_table
 from .test_conformance import WORK, assert_equal, final, make
 
-NEW = ("feddyn", "ditto", "fedamp", "fedcpsl2", "perfedavg-fo", "flexmatch", "afl", "drfa", "fednova", "pfedme")
+NEW = (
+    "feddyn",
+    "ditto",
+    "fedamp",
+    "fedcpsl2",
+    "perfedavg-fo",
+    "flexmatch",
+    "semifed",
+    "fedmatch",
+    "afl",
+    "drfa",
+    "fednova",
+    "pfedme",
+)
 FEW = ["--rounds", "2", "--set", "run.processes=1"]
 
 

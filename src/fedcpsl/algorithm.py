@@ -82,17 +82,20 @@ class Algorithm(Protocol):
     `use_draws(method, hyper, broadcast, local, drawn)`, after `begin`, which returns the `Local` after a look at the
     samples that the `draws` of a visit name, a Mapping of `Samples` by name; `phases`, for personal rounds, and
     `partner`, the model that stays fixed in them; `alike` and `merged`, for runs of several variants side by side;
-    `broadcast_each(method, server, devices)` in place of `broadcast`, stacked, [devices, ...], and `receive(method,
-    server, devices, uploads, omega)` in place of `contribution` and `apply`, where the server must see who sent what;
-    `adapted(method, hyper, general, labelled)` in place of `own_model`, a device's own model, made of the general one
-    by gradients on all its labelled samples for every prediction and kept nowhere; `newcomer`, the settings of a device
-    that was not in training; `PREDICTS_WITH`, the numbers that `predict` needs, and `predicting(method, hyper,
-    device)`, a NamedTuple of them, where the device keeps some; for real devices `greeting`, `started_again`,
-    `update_rate`, `not_deployable` and `OWN_NUMBERS` (see `fedcpsl.federation`); `invariants`, which the conformance
-    suite checks; `RECORDED`, what fields are called in recorded runs.
+    `broadcast_each(method, server, devices)` in place of `broadcast`, stacked, [devices, ...] (a fourth argument has
+    what was drawn where a draw is of devices), with `broadcast_size(method, broadcast)`, how many numbers each is sent
+    where the stack is filled up; and `receive(method, server, devices, uploads, omega)` in place of `contribution` and
+    `apply`, where the server must see who sent what; `adapted(method, hyper, general, labelled)` in place of
+    `own_model`, a device's own model, made of the general one by gradients on all its labelled samples for every
+    prediction and kept nowhere; `newcomer`, the settings of a device that was not in training; `PREDICTS_WITH`, the
+    numbers that `predict` needs, and `predicting(method, hyper, device)`, a NamedTuple of them, where the device keeps
+    some; for real devices `greeting`, `started_again`, `update_rate`, `not_deployable` and `OWN_NUMBERS` (see
+    `fedcpsl.federation`); `invariants`, which the conformance suite checks; `RECORDED`, what fields are called in
+    recorded runs.
 
-    Optional at the server: `draw_weights(method, server)`, [devices], in place of a uniform draw of devices; one that
-    is drawn twice works once, and its upload is added, or listed, twice. For a second exchange in a round, after
+    Optional at the server: `round_over(server)`, the `Server` after every round of a simulation, also after one in
+    which nothing was counted; `draw_weights(method, server)`, [devices], in place of a uniform draw of devices; one
+    that is drawn twice works once, and its upload is added, or listed, twice. For a second exchange in a round, after
     `apply` or `receive`, with devices that the schedule draws (`Traits.probe` says about which samples): the server
     sends `probe_broadcast(method, server)`, the same to all, a device answers with `probe_upload(method, hyper,
     broadcast, samples)`, and changes nothing by it, and `probe_receive(method, server, devices, uploads)` is the

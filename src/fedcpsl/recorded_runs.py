@@ -66,7 +66,7 @@ def replay(vector: Vector, executor: str, device: str = "cpu") -> Iterator[Diffe
     try:
         rounds = vector["meta"]["rounds"]
         setup, views = _with_recorded_views(vector, _setup(vector, executor, device))
-        state = initial_state(setup)
+        state = _with_recorded_start(vector, initial_state(setup))
         yield from _compare(vector, state)
         for r in range(rounds):
             yield from _compare_draw(vector, state)
@@ -155,6 +155,8 @@ def _plan(vector: Vector, r: int, draws: Sequence[Draw]) -> list[DeviceRound]:
     def drawn(draw: Draw, device: int) -> Drawn:
         if draw.of == "step":
             return Drawn(vector[f"{at}/{draw.name}"][active.index(device)])
+        if draw.of == "devices":
+            return Drawn(vector.get(f"{at}/device{device}/{draw.name}", np.empty(0, np.int64)))
         found = vector[f"{at}/device{device}/{draw.name}"]
         if draw.of != "runs":
             return Drawn(found)
@@ -173,6 +175,14 @@ def _plan(vector: Vector, r: int, draws: Sequence[Draw]) -> list[DeviceRound]:
         )
         for i, count, times in sorted(zip(active, steps, copies, strict=True))
     ]
+
+
+def _with_recorded_start(vector: Vector, state: State) -> State:
+    """Return the state with what a vector says that the server starts with, by the name of a field."""
+    given = {name: vector[f"in/{name}"] for name in state.server._fields if f"in/{name}" in vector}
+    where = state.targets
+    server = state.server._replace(**{name: torch.from_numpy(t).to(where) for name, t in given.items()})
+    return state._replace(server=server)
 
 
 def _with_recorded_views(vector: Vector, setup: Setup) -> tuple[Setup, dict[tuple[int, int], NDArray[np.int64]]]:

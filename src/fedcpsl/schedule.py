@@ -73,9 +73,15 @@ class Draw(NamedTuple):
 
     name: str  # in `Samples.extra`, and in recorded runs
     of: str = "labelled"  # or "unlabelled"; "runs": consecutive unlabelled samples of one recording; or "step": of a
-    # visit, one of its steps, after the same share for all
+    # visit, one of its steps, after the same share for all; or "devices": of a visit, an order of all others,
+    # for `broadcast_each` to choose from
     size: int = 0  # samples; 0: as many as a minibatch has of them
     per_visit: bool = False  # whether it is given to `use_draws` before the first step, in place of a row to each step
+
+    @property
+    def for_device(self) -> bool:
+        """Whether a device is given it once a visit."""
+        return self.per_visit and self.of != "devices"
 
 
 class Drawn(NamedTuple):
@@ -219,6 +225,9 @@ def draw_extra(
 
     `recordings` has the lengths of every device's recordings, for runs.
     """
+    if draw.of == "devices":
+        order = stream(seed, "extra", round, device, crc32(draw.name.encode())).permutation(len(sizes.labelled))
+        return Drawn(order[order != device])
     if draw.of == "step":
         share = 1 - stream(seed, "extra", round, crc32(draw.name.encode())).random()  # in (0, 1], of all devices
         return Drawn(np.array(ceil(share * steps)))

@@ -17,6 +17,7 @@ from fedcpsl.errors import InputError
 
 View = Callable[[Tensor, Tensor], Tensor]
 KINDS = ("image", "window", "table")
+STRONG = "strong "  # before a kind: no weak views
 PLACE, SHADE, NOISE, TURN = range(4)  # streams of random numbers of one key
 
 
@@ -37,9 +38,15 @@ class Axes(NamedTuple):
 
 @lru_cache(maxsize=32)
 def views_for(kind: "str | Views", shape: tuple[int, ...], axes: tuple[Axes, ...] = ()) -> Views | None:
-    """The views of inputs of a shape; `kind` is one of KINDS, "auto" for what the shape suggests, or "" for none."""
+    """The views of inputs of a shape; `kind` is one of KINDS, "auto" for what the shape suggests, or "" for none.
+
+    With "strong " before it the weak view is the input itself.
+    """
     if not kind or isinstance(kind, Views):
         return kind or None
+    if kind.startswith(STRONG):
+        both = views_for(kind.removeprefix(STRONG), shape, axes)
+        return both and both._replace(weak=as_it_is)
     suggested = {3: "image", 2: "window", 1: "table"}.get(len(shape))
     if kind == "auto":
         if suggested is None:
@@ -50,6 +57,11 @@ def views_for(kind: "str | Views", shape: tuple[int, ...], axes: tuple[Axes, ...
     if kind == "window":
         return window_views(shape, axes)
     return image_views(shape) if kind == "image" else table_views(shape)
+
+
+def as_it_is(x: Tensor, _keys: Tensor) -> Tensor:
+    """x."""
+    return x
 
 
 def viewed(views: Views, x: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -60,7 +60,7 @@ class Server(NamedTuple):
     m: Tensor  # the moments of Adam
     v: Tensor
     updates: Tensor  # that it has made
-    rounds: Tensor  # in which something was counted
+    rounds: Tensor  # so far
 
 
 class Device(NamedTuple):
@@ -231,7 +231,7 @@ def contribution(_: Method, _hyper: Hyper, upload: Upload, _weight: Tensor) -> S
 
 
 def apply(method: Method, server: Server, total: Sum, _devices: int) -> Server:
-    """theta <- theta - eta Adam(G + weight_decay theta); nothing but the round's number changes without a G."""
+    """theta <- theta - eta Adam(G + weight_decay theta); nothing changes without a G."""
     settings = method.rules
     assert isinstance(settings, Settings)
     share = temporal_weight(settings, server.rounds)
@@ -241,7 +241,12 @@ def apply(method: Method, server: Server, total: Sum, _devices: int) -> Server:
     theta = server.theta - float(settings.eta) * adam_direction(m, v, updates)
     changed = Server(theta, m, v, updates, server.rounds)
     kept = (torch.where(came, new, old) for new, old in zip(changed, server, strict=True))
-    return Server(*kept)._replace(rounds=server.rounds + 1)
+    return Server(*kept)
+
+
+def round_over(server: Server) -> Server:
+    """r <- r + 1, whatever was counted."""
+    return server._replace(rounds=server.rounds + 1)
 
 
 def temporal_weight(settings: Settings, rounds: Tensor) -> Tensor:

@@ -192,7 +192,7 @@ class Network:
             keys = None if keys is None else as_slots(keys, lead)
             outputs, pulls = forward(self._learning(models, into) or self._bound(models, into), as_slots(x, lead), keys)
             if of_outputs:
-                costs, gradient = cost.gradient(outputs.view(*lead, *outputs.shape[2:]))
+                costs, gradient = cost.gradient(outputs.reshape(*lead, *outputs.shape[2:]))
                 backward(pulls, gradient.reshape(outputs.shape))
                 return costs
             found = cost.fused(outputs) if cost.fused and len(lead) == 2 else None

@@ -138,7 +138,7 @@ def _extra_minibatches(terms: Terms, local_data: LocalData, nu: Tensor, draw: Dr
 
 def drawn_for_visit(terms: Terms, local_data: LocalData, nu: Tensor, task: DeviceRound) -> dict[str, Samples | Tensor]:
     """Return what the draws of a visit gave a device: samples, or the number of a step."""
-    draws = [draw for draw in terms.method.traits.draws if draw.per_visit]
+    draws = [draw for draw in terms.method.traits.draws if draw.for_device]
     return {draw.name: drawn_once(terms, local_data, nu, draw, task.extra[draw.name]) for draw in draws}
 
 

@@ -56,7 +56,7 @@ from fedcpsl.federation.server_store import (
     save_server_state,
 )
 from fedcpsl.federation.terms import Terms, digest, greeting_of, keeps_sums, sent_to
-from fedcpsl.schedule import draw_active, draw_by_weight, draw_numbers, draw_probes, draw_steps
+from fedcpsl.schedule import draw_active, draw_by_weight, draw_extra, draw_numbers, draw_probes, draw_steps
 from fedcpsl.storage import locked, make_folder
 from fedcpsl.trees import Tree, leaves, map_tensors
 
@@ -185,8 +185,10 @@ def count_updates(
             upload = scale_update(upload_of(replies[record.name], terms), factors[record.name])
             share = 1 / state.device_count if by_coordinate else record.samples / samples
             counted += [Counted(i, upload, share)] * copies.get(i, 1)
+    server = _server_after(terms, state, counted, limits) if counted else state.server
+    round_over = optional(terms.algorithm, "round_over")
     return state._replace(
-        server=_server_after(terms, state, counted, limits) if counted else state.server,
+        server=round_over(server) if round_over else server,
         roster=tuple(
             m._replace(counted=state.attempt, factor=factors[m.name]) if m.name in factors else m for m in state.roster
         ),
@@ -437,7 +439,7 @@ def make_instruction(
         attempt=state.probing if kind == PROBE and state.probing else state.attempt,
         kind=kind,
         settings=state.settings,
-        broadcast=map_tensors(Tensor.cpu, _sent_with(terms, state, kind, device)),
+        broadcast=map_tensors(Tensor.cpu, _sent_with(terms, state, kind, device, rules.seed)),
         device=device,
         seed=rules.seed,
         counted=None if record is None else record.counted,
@@ -448,7 +450,7 @@ def make_instruction(
     )
 
 
-def _sent_with(terms: Terms, state: ServerState, kind: str, device: int) -> Tree:
+def _sent_with(terms: Terms, state: ServerState, kind: str, device: int, seed: int) -> Tree:
     """Return what an instruction of a kind carries; a device that has not joined yet gets what it would if it had."""
     if kind == PROBE:
         return optional(terms.algorithm, "probe_broadcast")(terms.method, state.server)
@@ -456,7 +458,12 @@ def _sent_with(terms: Terms, state: ServerState, kind: str, device: int) -> Tree
     if device < 0 and optional(terms.algorithm, "broadcast_each"):
         device, with_one = len(state.roster), Roster(joined.devices + 1, joined.samples + 1, [*joined.labelled, 1])
         server = terms.algorithm.admit(terms.method, server, joined if state.begun else Roster(0, 0), with_one)
-    broadcast = sent_to(terms, server, device)
+    orders = [draw for draw in terms.method.traits.draws if draw.of == "devices"] if kind == TRAIN else []
+    drawn = {
+        draw.name: [draw_extra(draw, seed, state.round, device, 0, state.sizes, terms.work).rows.tolist()]
+        for draw in orders
+    }
+    broadcast = sent_to(terms, server, device, drawn)
     return broadcast if kind == TRAIN else greeting_of(terms, broadcast)
 
 

@@ -1,6 +1,7 @@
 """The terms that the server and all devices agree on before training: algorithm, network, numbers, batch sizes."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -74,12 +75,17 @@ def shapes_of(terms: Terms) -> Shapes:
     return shapes._replace(probe=probe, answer=optional(algorithm, "probe_upload")(method, terms.hyper, probe, samples))
 
 
-def sent_to(terms: Terms, server: Tree, device: int) -> Tree:
-    """Return what the server sends to one device for training: the same as to all others, or a broadcast of its own."""
+def sent_to(terms: Terms, server: Tree, device: int, drawn: Mapping[str, list[list[int]]] | None = None) -> Tree:
+    """Return what the server sends to one device for training: the same as to all others, or a broadcast of its own.
+
+    `drawn` has the orders of devices that were drawn for it, where the algorithm asks for some.
+    """
     each = optional(terms.algorithm, "broadcast_each")
     if each is None:
         return terms.algorithm.broadcast(server)
-    return map_tensors(lambda t: t[0], each(terms.method, server, torch.tensor([device], device=terms.where)))
+    ids = torch.tensor([device], device=terms.where)
+    sent = each(terms.method, server, ids, drawn) if drawn else each(terms.method, server, ids)
+    return map_tensors(lambda t: t[0], sent)
 
 
 def keeps_sums(terms: Terms) -> bool:

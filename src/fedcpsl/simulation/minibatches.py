@@ -161,7 +161,7 @@ def drawn_for_visit(
     slots: Sequence[Slot], method: Method, data: TrainingData, which: int | slice = slice(None)
 ) -> dict[str, Samples | Tensor]:
     """What the draws of a visit gave some slots, or one of them."""
-    return {draw.name: drawn_once(draw, slots, data, which) for draw in method.traits.draws if draw.per_visit}
+    return {draw.name: drawn_once(draw, slots, data, which) for draw in method.traits.draws if draw.for_device}
 
 
 def drawn_once(

@@ -56,13 +56,23 @@ class Slot(NamedTuple):
     task: DeviceRound
 
 
-def broadcasts_to(setup: Setup, server: Tree, devices: Sequence[int]) -> tuple[Tree, Mapping[int, int] | None]:
-    """What the server sends to some devices, and where each finds its own; None: it is the same for all."""
+def broadcasts_to(
+    setup: Setup, server: Tree, devices: Sequence[int], plan: Sequence[DeviceRound] = ()
+) -> tuple[Tree, Mapping[int, int] | None]:
+    """What the server sends to some devices, and where each finds its own; None: it is the same for all.
+
+    `plan` has the tasks of these devices, where they have some: what was drawn for the server to choose by.
+    """
     each = optional(setup.terms.algorithm, "broadcast_each")
     if each is None:
         return setup.terms.algorithm.broadcast(server), None
     ids = torch.tensor(list(devices), dtype=torch.int64, device=setup.data.where)
-    return each(setup.terms.method, server, ids), {device: row for row, device in enumerate(devices)}
+    rows = {device: row for row, device in enumerate(devices)}
+    orders = [draw.name for draw in setup.terms.method.traits.draws if draw.of == "devices"]
+    if not orders or not plan:
+        return each(setup.terms.method, server, ids), rows
+    drawn = {name: [task.extra[name].rows.tolist() for task in plan] for name in orders}
+    return each(setup.terms.method, server, ids, drawn), rows
 
 
 def training_data_of(device_data: DeviceData, targets: Tensor) -> TrainingData:

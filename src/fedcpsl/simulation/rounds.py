@@ -163,6 +163,9 @@ def _after(
         server = optional(setup.terms.algorithm, "receive")(setup.terms.method, server, *_in_device_order(total))
     elif total is not None:
         server = setup.terms.algorithm.apply(setup.terms.method, server, total, len(setup.terms.roster(state.round)))
+    round_over = optional(setup.terms.algorithm, "round_over")
+    if round_over and state.round < setup.terms.rounds:
+        server = round_over(server)
     active_rounds = state.active_rounds.copy()
     active_rounds[[task.device for task in working if not task.personal]] += 1
     sent = request.broadcast if request.rows is None else map_tensors(lambda t: t[:1], request.broadcast)
@@ -174,7 +177,7 @@ def _after(
         active_rounds=active_rounds,
         steps=state.steps + sum(task.steps for task in working),
         uplink_bytes=state.uplink_bytes + len(working) * up,
-        downlink_bytes=state.downlink_bytes + len(plan) * down,
+        downlink_bytes=state.downlink_bytes + _padding_apart(state, request, len(plan), len(plan) * down),
         costs=costs,
         lost=state.lost + (0 if setup.terms.method.traits.alone else sum(task.lost for task in working)),
     )
@@ -192,7 +195,7 @@ def _in_device_order(received: Sequence[Received]) -> tuple[torch.Tensor, Tree, 
 def _request(state: State, plan: Sequence[DeviceRound], first_row: int) -> RoundRequest:
     """What a run's devices work with in a round; one that can do nothing changes nothing."""
     working = [task for task in plan if task.steps > 0]
-    broadcast, rows = broadcasts_to(state.setup, state.server, [task.device for task in working])
+    broadcast, rows = broadcasts_to(state.setup, state.server, [task.device for task in working], working)
     return RoundRequest(state.setup, working, state.devices, broadcast, first_row, state.sparse, rows)
 
 
@@ -252,6 +255,16 @@ def _traffic(setup: Setup, round: int, broadcast: Tree, own: Sequence[Finished])
         ) if round == setup.terms.rounds else 0  # the last theta, once
     sent = bytes_of(map_tensors(lambda t: t[0], own[0].upload)) if own else 0
     return sent, bytes_of(broadcast)
+
+
+def _padding_apart(state: State, request: RoundRequest, active: int, padded: int) -> int:
+    """Bytes sent to a round's devices: where what is sent differs in size, without what only fills up the stack."""
+    terms = state.setup.terms
+    size = optional(terms.algorithm, "broadcast_size")
+    if size is None or state.round >= terms.rounds or not request.plan:
+        return padded
+    numbers = int(size(terms.method, request.broadcast).sum()) * terms.method.network.initial.element_size()
+    return numbers + (active - len(request.plan)) * bytes_of(terms.method.network.initial)
 
 
 def _joiners(state: State) -> NDArray[np.int64]:
