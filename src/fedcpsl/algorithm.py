@@ -196,7 +196,7 @@ class Visit(NamedTuple):
 
 
 def visit_of(labels: Tensor, x: Tensor) -> Visit:
-    """What one device holds, from its label counts and its unlabelled inputs [samples, *shape]."""
+    """What one device holds, from its label counts and its unlabelled inputs [samples, ...]."""
     pieces = x.split(4096) if len(x) else ()
     return Visit(labels, labels.new_tensor(len(x)), lambda: ((some, labels.new_ones(len(some))) for some in pieces))
 
