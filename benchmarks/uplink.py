@@ -30,7 +30,8 @@ SHAPES = {"mlp": (1, 28, 28), "cnn": (3, 32, 32)}
 def federation(shape: tuple[int, ...]) -> Federation:
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (400, *shape)).astype(np.uint8)
-    return Federation.from_arrays(x, rng.integers(0, 10, 400), np.arange(400) % 4, labelled=0.2)
+    device = np.arange(400) % 4
+    return Federation.from_arrays(x, rng.integers(0, 10, 400), device, labelled=0.2, recording=device)
 
 
 def uploads(name: str, model: str) -> tuple[int, int]:
