@@ -109,6 +109,7 @@ def test_the_choice():
     assert choose(0.6, 0.5, 0.4, 0.6, 0.9, no) == 0.03  # worse, not nearly as good
     assert choose(0.5, 0.6, 0.55, 0.4, no, no) == 0.03  # nearly as good, and larger
     assert choose(0.7, 0.6, no, no, no, no) == 0.003
+    assert choose(1.5, 1.4, 1.2, 0.2, 0.6, no) == 0.1  # a margin would cost too much
     assert choose(0.5, no, no, no, no, no) == 0.003
     assert choose(0.6, 0.5, 0.4, 0.3, 0.2, 0.1) == 0.3
     with pytest.raises(InputError, match="no step size of"):

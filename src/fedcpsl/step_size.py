@@ -118,13 +118,16 @@ def search_eta(
 def chosen_eta(losses: Mapping[float, float]) -> float:
     """The largest candidate that is nearly as good as the best, where the next larger one is not much worse.
 
-    What a short run bears can be too much for a long one: that is the margin.
+    What a short run bears can be too much for a long one: that is the margin. Where it would leave only step sizes that
+    are much worse than the best, the best is taken.
     """
     best = min(losses.values())
     if not isfinite(best):
         raise InputError(f"algorithm.eta: no step size of {CANDIDATES} converges on this data; give one")
     safe = [eta for eta, larger in pairwise(CANDIDATES) if losses[larger] <= WORSE * best] or CANDIDATES[:1]
     least = min(losses[eta] for eta in safe)
+    if least > WORSE * best:
+        return min(CANDIDATES, key=lambda eta: losses[eta])
     return max(eta for eta in safe if losses[eta] <= NEARLY * least)
 
 
