@@ -105,8 +105,10 @@ def search_eta(
         first = first or setup
         try:
             *_, (last,) = simulate_together([setup], on_ranks=False)
-        except RunError:  # it diverges, and so do larger ones
-            break
+        except RunError as error:
+            if error.run is None:  # not a number of a run that is no longer finite
+                raise
+            break  # it diverges, and so do larger ones
         steps += last.steps
         losses[eta] = held_out_loss(last)
         if losses[eta] > WORSE * min(losses.values()):

@@ -52,8 +52,7 @@ class Settings:
     name: str = choice("fedcpsl2", "the algorithm; fedcpsl2-alone: without a server", *VARIANTS)
     eta: float | str = real(
         SEARCH,
-        "step size of the copy of the global model; search: found by short runs on some of the labels; auto: 0.05, "
-        "0.02 for mnist, 0.01 for cifar10",
+        "step size of the copy of the global model; search: found by short runs on some of the labels; auto: FedCPSL's",
         0,
         open_ends="[",
         also=(SEARCH, AUTO),
