@@ -5,7 +5,10 @@ import subprocess
 import sys
 
 PATIENCE_S = 240  # for what may take long on a machine that is busy, and must come
-QUICK = ["--rounds", "3", "--devices", "4", "--active", "2", "--set", "model.hidden=[8]"]
+QUICK = [
+    *("--rounds", "3", "--devices", "4", "--active", "2", "--set", "model.hidden=[8]"),
+    *("--set", "algorithm.name=fedcpsl"),  # a flag --algorithm overrides it
+]
 
 
 def environment():

@@ -11,10 +11,12 @@ import torch
 from safetensors.torch import load, save
 
 from fedcpsl import config, storage
+from fedcpsl.algorithm import Method, optional
 from fedcpsl.algorithms import all_algorithms, traits_of
 from fedcpsl.federation import Message, Participant, RoundRules, respond, terms_of
 from fedcpsl.federation.device import load_device_state, resolve_pending, restart_epoch
 from fedcpsl.federation.local_training import local_data_of
+from fedcpsl.problem import Costs
 from fedcpsl.simulation import prepare
 
 from .conftest import small_federation, small_model
@@ -22,10 +24,21 @@ from .conftest import small_federation, small_model
 SEED = 3
 OWN = {  # without which an algorithm cannot run on real devices, or some of it would not be at work
     "feddyn": {"weighted": False},
+    "fedhar": {"T": 3, "s_max": 0.5, "R_s": 2, "clip_u": 0.05},
     "semifed": {"tau": 0.35, "first_stage": 2},
     "fedmatch": {"tau": 0.35, "helper_every": 2, "lam_s": 3.0, "lam_2": 0.2},
 }
-NAMES = sorted(name for name in all_algorithms() if not traits_of(name).alone and name != "fedhar")
+
+
+def deployable(name):
+    """Whether an algorithm says, with its settings here, that it can run on real devices."""
+    file, variant = all_algorithms()[name]
+    traits, chosen = file.resolve(variant, file.Settings(name=name, **OWN.get(name, {})), Costs())
+    why_not = optional(file, "not_deployable")
+    return not traits.alone and not (why_not and why_not(Method(None, traits, chosen)))
+
+
+NAMES = sorted(filter(deployable, all_algorithms()))
 WORK = config.Work(rounds=5, active=4, unit="hlu", hlu=[1, 3], batch_labelled=3, batch_unlabelled=4)
 
 

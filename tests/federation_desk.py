@@ -38,6 +38,7 @@ name = "mlp"
 hidden = [16]
 
 [algorithm]
+name = "fedcpsl"
 eta = 0.05
 
 [work]

@@ -18,7 +18,7 @@ LONGEST_S = 300
 
 
 def documented() -> list[str]:
-    section = PAGE.read_text(encoding="utf-8").partition("\n## Beneath it")[2]
+    section = PAGE.read_text(encoding="utf-8").partition("\n## As a plain Flower app")[2]
     return section.partition("```bash\n")[2].partition("```")[0].splitlines()
 
 

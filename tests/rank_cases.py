@@ -9,8 +9,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from fedcpsl import config
+from fedcpsl.edge.settings import of_profile
 from fedcpsl.errors import RunError
-from fedcpsl.simulation import prepare, simulate, simulate_together, workers
+from fedcpsl.simulation import prepare, ranks, simulate, simulate_together, workers
 from fedcpsl.simulation.executors import local_rounds
 
 from .conftest import small_federation, small_model
@@ -34,11 +35,21 @@ CASES = {
     "semifed": ({"name": "semifed", "tau": 0.35, "first_stage": 2}, {}, {"executor": "vectorised"}),
     "fedmatch": ({"name": "fedmatch", "tau": 0.35, "helper_every": 2, "lam_s": 3.0, "lam_2": 0.2}, {}, {}),
     "perfedavg": ({"name": "perfedavg-hf"}, {}, {}),
+    "edge": ({}, {"active": 3}, {"executor": "vectorised"}),
+    "semi-async": ({}, {"active": 3, "rounds": 6}, {"executor": "sequential"}),
     "flexmatch": (
         {"name": "flexmatch", "tau": 0.4},
         {"joiners": 2, "join_round": 2, "active": 3},
         {"executor": "vectorised"},
     ),
+}
+
+
+EDGES = {  # the edge network of a case
+    "edge": replace(
+        of_profile("macro"), deadline=0.0315, slot=0.03, flops_per_cycle=0.02, bandwidth_up_mhz=0.05, extra=1
+    ),
+    "semi-async": replace(of_profile("macro"), clock="semi-async", wait_for=1, flops_per_cycle=0.01, upload_bits=8),
 }
 
 
@@ -53,6 +64,7 @@ def setup(name):
         settings_of(algorithm),
         replace(WORK, **work),
         config.Run(**{"dtype": "float64", "seed": 3, "device": "cpu", "processes": "auto"} | run),
+        edge=EDGES.get(name),
     )
 
 
@@ -100,4 +112,5 @@ if __name__ == "__main__":
         list(simulate(setup("fedcpsl")))
     except (RunError, RuntimeError) as error:
         (out / f"error{rank}.txt").write_text(f"{type(error).__name__}: {error}")
+    ranks.leave()
     dist.destroy_process_group()

@@ -148,7 +148,7 @@ def test_what_cannot_be_adapted_is_said_in_one_line_and_leaves_nothing(run, tmp_
         ([run, "--data", tmp_path / "blank.csv"], "has no label in any row"),
         ([run, "--data", tmp_path / "wide.npz"], "an input has shape [3]"),
         ([run, "--data", tmp_path / "absent.csv"], "no such file"),
-        ([run, "--data", table, "--rounds", "0"], "give at least 1"),
+        ([run, "--data", table, "--rounds", "-1"], "give at least 0"),
         ([tmp_path, "--data", table], "not a run's folder"),
     ):
         code, printed, err = ask(capsys, "adapt", *arguments, "--out", out)

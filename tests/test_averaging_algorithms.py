@@ -2,15 +2,18 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedcpsl import averaging
 from fedcpsl.algorithms import fednova, fedprox, pfedme
 from fedcpsl.errors import InputError
 from fedcpsl.federation.robustness import update_rate
 from fedcpsl.federation.terms import terms_of
+from fedcpsl.problem import Samples
 
 from .test_conformance import WORK, final, make
 
@@ -19,11 +22,35 @@ def number(value):
     return torch.tensor(value, dtype=torch.float64)
 
 
-def test_the_pull():
-    """mu (w - theta) = 0.5 ((1, 2) - (0.5, 3)), and of a second slot with mu = 2: 2 ((0, 1) - (1, 1))."""
-    w, theta = number([[[1.0, 2.0]], [[0.0, 1.0]]]), number([[[0.5, 3.0]], [[1.0, 1.0]]])
-    (found,) = fedprox.pull(number([0.5, 2.0]), (w,), (theta,))
-    assert found.tolist() == [[[0.25, -0.5]], [[-2.0, 0.0]]]
+@pytest.mark.parametrize("executor", ["sequential", "vectorised"])
+def test_the_pull(executor):
+    """Where no sample counts, w <- w - eta mu (w - anchor): 3 - 0.2 0.5 (3 - 1) = 2.8, and 3 - 0.1 2 (3 - 1) = 2.6."""
+    method = make("fedprox", executor).terms.method
+    hyper = fedprox.Hyper(number([0.2, 0.1]), number([0.5, 2.0]))
+    w, anchor = (averaging.stacked(method, hyper, torch.full_like(method.network.initial, v)) for v in (3.0, 1.0))
+    none = Samples(number([[[0.5] * 6]] * 2), number([[[1.0, 0.0, 0.0]]] * 2), number([[0.0]] * 2), number([[0.0]] * 2))
+    averaging.descend_labelled_towards(method, w, hyper.eta, none, hyper.mu, anchor)
+    for leaf in w:
+        assert leaf[0].flatten().tolist() == pytest.approx([2.8] * leaf[0].numel())
+        assert leaf[1].flatten().tolist() == pytest.approx([2.6] * leaf[1].numel())
+
+
+@pytest.mark.parametrize("executor", ["sequential", "vectorised"])
+def test_a_gradient_of_other_models(executor):
+    """w <- w - eta g(w'; B), while w' stays."""
+    method = make("fedprox", executor).terms.method
+    hyper = fedprox.Hyper(number([0.2]), number([0.5]))
+    initial = method.network.initial
+    w, other, into = (averaging.stacked(method, hyper, t) for t in (initial, initial * 2, initial * 0))
+    x = torch.from_numpy(np.random.default_rng(0).normal(size=(1, 4, 6)))
+    weights = torch.full((1, 4), 0.25, dtype=torch.float64)
+    samples = Samples(x, torch.eye(3, dtype=torch.float64)[[0, 1, 2, 0]][None], weights, weights * 0)
+    before = tuple(map(torch.clone, other))
+    averaging.add_labelled_gradient(method, into, other, samples)
+    averaging.descend_labelled(method, w, hyper.eta, samples, at=other)
+    found = averaging.model_of(method, hyper, w, 0)[0]
+    assert torch.allclose(found, initial - 0.2 * averaging.model_of(method, hyper, into, 0)[0], rtol=0, atol=1e-14)
+    assert all(map(torch.equal, other, before))
 
 
 @pytest.mark.parametrize("name", ["fedprox", "fednova"])

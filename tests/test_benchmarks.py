@@ -19,6 +19,9 @@ SMALL = {
         ["--devices", "100,200", "--stores", "disk", "--rounds", "20", "--steps", "1", "--repeats", "1"],
         "200 devices",
     ),
+    "successor_cpu.py": (["--turns", "1", "--steps", "1"], "mnist: a step of fedcpsl2 takes"),
+    "disagreeing_devices.py": (["--settings", "one of ten", "--seeds", "1", "--rounds", "1"], "one of ten"),
+    "related_gpu.py": (["--runs", "1", "--rounds", "2", "--device", "cpu"], "ratio to fedavg"),
     "large_table.py": (["--rows", "2000", "--features", "3"], "2,000 rows of 3 features"),
 }
 

@@ -214,4 +214,4 @@ def test_a_round_in_float32_is_near_one_device_after_another(name):
 
 def test_only_a_gpu_takes_a_coarser_precision():
     with pytest.raises(InputError, match="give ieee"):
-        prepare(small_federation(), small_model(), run=config.Run(precision="bf16", device="cpu"))
+        prepare(small_federation(), small_model(), config.Algorithm(), run=config.Run(precision="bf16", device="cpu"))

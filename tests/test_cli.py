@@ -85,6 +85,8 @@ def test_own_data_with_a_beta_per_device_and_lost_uploads(tmp_path):
     np.savez(tmp_path / "mine.npz", x=x, y=np.where(rng.random(90) < 0.5, -1, y), device=np.repeat(["a", "b", "c"], 30))
     done = fedcpsl(
         "run",
+        "--algorithm",
+        "fedcpsl",
         "--data",
         "mine.npz",
         "--rounds",

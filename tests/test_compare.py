@@ -8,6 +8,8 @@ import time
 import numpy as np
 import pytest
 
+from fedcpsl.algorithms import all_algorithms, members
+from fedcpsl.cli.compare import listed_algorithms
 from fedcpsl.config import Config
 from fedcpsl.errors import InputError
 from fedcpsl.runs.comparison import compare_plan, full_name, interval, summarise, sweep_plan
@@ -15,6 +17,7 @@ from fedcpsl.runs.comparison import compare_plan, full_name, interval, summarise
 from .command import PATIENCE_S, fedcpsl, spawn
 
 QUICK = ["--rounds", "3", "--devices", "4", "--active", "2", "--set", "model.hidden=[8]"]
+SWEEP = ["sweep", "--algorithm", "fedcpsl", "--grid", "beta=.5,.9"]
 
 
 def test_algorithms_are_compared_over_seeds(tmp_path):
@@ -95,7 +98,7 @@ def test_asked_to_stop_it_says_how_to_go_on(tmp_path):
 
 def test_a_sweep_has_every_combination_and_a_heat_map(tmp_path):
     options = ["--grid", "alpha_p=.01,.1", "--grid", "beta=.5,.75,1", "--seeds", "1", "--set", "data.validation=0.2"]
-    done = fedcpsl("sweep", *options, *QUICK, "--out", "s", cwd=tmp_path)
+    done = fedcpsl("sweep", "--algorithm", "fedcpsl", *options, *QUICK, "--out", "s", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     with (tmp_path / "s" / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -119,7 +122,7 @@ def test_a_sweep_has_every_combination_and_a_heat_map(tmp_path):
         (["compare", "--reach", "95"], "accuracies from 0 to 1"),
         (["compare", "--beta", "7"], "algorithm.beta = 7"),
         (["compare", "--resume", "nowhere"], "not a comparison's folder"),
-        (["compare", "--resume", "x", "--seeds", "2"], "give it alone"),
+        (["compare", "--resume", "x", "--seeds", "2"], "give it without other options"),
         (["sweep"], "--grid: give what to sweep"),
         (["sweep", "--grid", "alpah_p=1"], "did you mean 'alpha_p'"),
         (["sweep", "--grid", "beta=.5,3"], "algorithm.beta = 3: give"),
@@ -174,13 +177,41 @@ def test_the_table_says_what_its_reader_must_know(tmp_path):
     assert cases[0]["steps"] == cases[1]["steps"]
     assert [case["gradients_per_step"] for case in cases] == [4, 1]
     assert "one seed is not enough to compare algorithms" in equal.stdout
-    by_tests = fedcpsl("sweep", "--grid", "beta=.5,.9", *few, "--out", "c", cwd=tmp_path)
+    by_tests = fedcpsl(*SWEEP, *few, "--out", "c", cwd=tmp_path)
     assert by_tests.stdout.strip().startswith("sweep of beta on digits, judged by test sets")
     assert "judged by test sets" in (tmp_path / "c" / "report.html").read_text().partition("</h1>")[0]
     assert "chosen by test sets" in " ".join(by_tests.stdout.split())
-    kept = fedcpsl("sweep", "--grid", "beta=.5,.9", *few, "--set", "data.validation=0.2", "--out", "d", cwd=tmp_path)
+    kept = fedcpsl(*SWEEP, *few, "--set", "data.validation=0.2", "--out", "d", cwd=tmp_path)
     assert kept.returncode == 0, kept.stderr
     assert "chosen by test sets" not in kept.stdout
     assert "sweep of beta on digits, judged by validation samples" in kept.stdout
     alone = fedcpsl("compare", "--algorithms", "fedcpsl", *few, "--out", "e", cwd=tmp_path)
     assert "computed side by side" not in alone.stdout
+
+
+def test_groups_leave_out_what_does_not_fit_and_say_why(tmp_path):
+    done = fedcpsl("compare", "--algorithms", "fedcpsl,related", "--seeds", "1", *QUICK, "--out", "c", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    reasons = [line for line in done.stderr.splitlines() if "is left out" in line]
+    assert len(reasons) == 2
+    assert "fedhar is left out: algorithm.name = 'fedhar': needs windows in the order of time" in reasons[0]
+    assert "semipfl is left out: algorithm.name = 'semipfl': its server learns" in reasons[1]
+    cases = [case["name"] for case in json.loads((tmp_path / "c" / "comparison.json").read_text())["cases"]]
+    assert cases[0] == "fedcpsl"
+    assert sorted(cases[1:]) == sorted({*members("related")} - {"fedhar", "semipfl"})
+    assert "fedcpsl2" not in cases
+
+
+def test_what_groups_there_are():
+    assert set(members("all")) == set(all_algorithms())
+    assert members("all")[0] == "fedcpsl"
+    assert set(members("related")) | set(members("family")) <= set(members("all"))
+    assert not set(members("related")) & set(members("family"))
+    assert listed_algorithms("fedavg,all")[0] == ["fedavg"]
+    assert "fedavg" not in listed_algorithms("fedavg,all,related")[1]
+
+
+def test_an_algorithm_that_is_named_must_fit(tmp_path):
+    done = fedcpsl("compare", "--algorithms", "fedhar,related", "--seeds", "1", *QUICK, "--out", "c", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "order of time" in done.stderr

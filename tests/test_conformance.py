@@ -45,7 +45,7 @@ def make(
     dtype="float64",
     **numbers,
 ):
-    federation = federation or small_federation()
+    federation = federation or small_federation(at_server=7 if traits_of(name).server_data else 0)
     if traits_of(name).everyone:
         work = replace(work, active="auto")
     return prepare(
@@ -213,8 +213,9 @@ def test_inputs_are_not_modified(name):
     kept, upload = algorithm.finish(method, hyper, sent, device, local, steps)
     upload_before = map_tensors(lambda t: t.clone(), upload)
     algorithm.commit(method, hyper, sent, kept, upload)
+    own = (Samples(x[0], nu[0], weights[0], weights[0]),) if method.traits.server_data else ()
     if receive := optional(algorithm, "receive"):
-        receive(method, server, torch.arange(5), upload, weights[:, 0])
+        receive(method, server, torch.arange(5), upload, weights[:, 0], *own)
     else:
         added = algorithm.contribution(method, hyper, upload, weights[:, 0])
         algorithm.apply(method, server, map_tensors(lambda t: t.sum(0), added), 5)

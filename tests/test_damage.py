@@ -12,6 +12,7 @@ from fedcpsl.storage import new_folder
 from tests.command import fedcpsl
 
 QUICK = ["--rounds", "3", "--devices", "4", "--set", "run.processes=1", "--set", "run.checkpoint_seconds=0"]
+QUICK += ["--set", "algorithm.name=fedcpsl"]
 DAMAGES = {
     "empty": lambda _: b"",
     "cut": lambda raw: raw[: len(raw) // 2],

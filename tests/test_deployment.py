@@ -40,6 +40,7 @@ scale = 2.0
 name = "mlp"
 hidden = [5]
 [algorithm]
+name = "fedcpsl"
 eta = 0.1
 [work]
 rounds = 2

@@ -140,11 +140,11 @@ NOT_HERE = {  # commands that have tests of their own
     "watch": "serves until it is stopped; tests/test_watch.py",
 }
 STOPPED = {  # folders of runs that pages go on with or show, and what makes them
-    "runs/20260101-120000-fedcpsl-digits": "run --rounds 1",
-    "runs/mine": "run --rounds 1",
-    "runs/yours": "run --rounds 1 --seed 1",
+    "runs/20260101-120000-fedcpsl2-digits": "run --algorithm fedcpsl --rounds 1",
+    "runs/mine": "run --algorithm fedcpsl --rounds 1",
+    "runs/yours": "run --algorithm fedcpsl --rounds 1 --seed 1",
     "runs/20260101-120000-compare-digits": "compare --algorithms fedcpsl --seeds 1 --rounds 1",
-    "runs/20260101-120000-sweep-digits": "sweep --grid beta=.5 --seeds 1 --rounds 1",
+    "runs/20260101-120000-sweep-digits": "sweep --algorithm fedcpsl --grid beta=.5 --seeds 1 --rounds 1",
 }
 LESS_WORK = {
     "run": ["--rounds", "1", "--set", "run.processes=1"],
@@ -174,7 +174,7 @@ def small_world(folder):
     (folder / "marked.csv").write_text("\n".join(["height,width,phone,kind,is_test,row_id", *marked]) + "\n")
     y = np.where(rng.random(300) < 0.5, -1, rng.integers(0, 3, 300))
     np.savez(folder / "mine.npz", x=rng.normal(size=(300, 8)), y=y, device=np.repeat(["a", "b", "c"], 100))
-    np.savez(folder / "others.npz", x=rng.normal(size=(300, 8)), y=np.arange(300) % 3)
+    np.savez(folder / "others.npz", x=rng.normal(size=(900, 8)), y=np.arange(900) % 3)
     np.savez(folder / "new.npz", x=rng.normal(size=(30, 8)), y=np.arange(30) % 2)
     for device in ("ann", "bob"):
         for label in ("cat", "dog", "unlabelled"):

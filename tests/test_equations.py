@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from fedcpsl import averaging, problem
+from fedcpsl import averaging, edge, problem
 from fedcpsl.algorithms import all_algorithms
 
+EDGE = [import_module(f"fedcpsl.edge.{path.stem}") for path in sorted(Path(edge.__path__[0]).glob("[a-z]*.py"))]
 INDEX = Path(__file__).parents[1] / "docs" / "equations.md"
 ROW = re.compile(r"\| .+ \| (?:\$(?P<typeset>[^$]+)\$<br>)?`(?P<formula>[^`]+)`<br>`(?P<function>fedcpsl\.[\w.]+)` \|")
 HEAD = "| {} | formula, as its function's docstring has it, function |"
-AROUND = (HEAD.format("where in the paper"), HEAD.format("algorithm"), "|---|---|")
+AROUND = (*map(HEAD.format, ("where in the paper", "algorithm", "edge networks")), "|---|---|")
 LINES = [line for line in INDEX.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
 FOUND = [m for line in LINES if (m := ROW.fullmatch(line))]
 ROWS = [(m["formula"].replace("\\|", "|"), m["function"]) for m in FOUND]
@@ -64,6 +65,6 @@ def test_a_typeset_formula_is_the_plain_one(typeset, formula):
 
 def test_every_formula_has_its_row():
     formulas = public_functions(problem)
-    for module in (averaging, *(file for file, _ in all_algorithms().values())):
+    for module in (averaging, *EDGE, *(file for file, _ in all_algorithms().values())):
         formulas |= {name: f for name, f in public_functions(module).items() if re.search(" (=|<-) ", first_line(f))}
     assert set(formulas) - {function for _, function in ROWS} == set()

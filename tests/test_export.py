@@ -335,7 +335,7 @@ def test_damaged_and_unfinished_runs(tmp_path, capsys):
     (run / "devices.csv").unlink()
     code, _, err = ask(capsys, "export", run, "--device", "bob")
     assert code == 2
-    assert "not finished; go on with: fedcpsl run --resume" in err
+    assert "not finished; resume with: fedcpsl run --resume" in err
 
 
 def test_runs_of_many_devices_and_of_earlier_versions(tmp_path, capsys):

@@ -12,7 +12,7 @@ from fedcpsl.algorithms import fedcpsl2
 from fedcpsl.config import Run, Work
 from fedcpsl.data.federation import Federation
 from fedcpsl.evaluation import evaluate
-from fedcpsl.prior import log_evidence, mixed_with_uniform, smoothed, smoothed_by_evidence
+from fedcpsl.prior import em_prior, log_evidence, mixed_with_uniform, smoothed, smoothed_by_evidence
 from fedcpsl.problem import PriorCosts, prior_costs
 from fedcpsl.simulation import initial_state
 from fedcpsl.trees import map_tensors
@@ -27,6 +27,13 @@ def hyper_of(shape=(), **numbers):
     return fedcpsl2.Hyper(
         *(torch.full(shape, numbers.get(name, 1.0), dtype=torch.float64) for name in fedcpsl2.Hyper._fields)
     )
+
+
+def device_of(theta, **fields):
+    """A device that has been visited once, with some fields set."""
+    given = {"delta": theta * 0, "c": theta * 0, "pi": number([0.5, 0.5]), "visits": number(1.0), "beta": number(0.5)}
+    zeros = {name: number(0.0) for name in ("spacing", "score", "evidence")}
+    return fedcpsl2.Device(**(zeros | given | fields))
 
 
 def method_of(setup=None, **rules):
@@ -61,24 +68,24 @@ def test_counts_decide_how_much_they_are_smoothed():
 
 
 def test_a_step_of_em():
-    method = method_of(by_evidence=False, em_steps=1)
-    labels, hyper, one = number([1.0, 0]), hyper_of(em_weight=10.0), number([1.0])
+    labels, one = number([1.0, 0]), number([1.0])
+
+    def after_one_step(labels, log_h, there, most=10.0):
+        return em_prior(labels, log_h, there, number(1.0), number(most), 1).tolist()
+
     # n = (1, 0), s = 1: pi = (2/3, 1/3). A sample with h = (0.5, 0.5) has the posterior pi: counts 2 + 2/3 and 1 + 1/3
     log_h = number([[0.5, 0.5]]).log()
-    assert fedcpsl2.em_prior(method, hyper, labels, log_h, one).tolist() == pytest.approx([2 / 3, 1 / 3])
+    assert after_one_step(labels, log_h, one) == pytest.approx([2 / 3, 1 / 3])
     # h = (0.2, 0.8): (0.2 2/3, 0.8 1/3) / 0.4 = (1/3, 2/3); counts 2 + 1/3 and 1 + 2/3, of 4
     log_h = number([[0.2, 0.8]]).log()
-    assert fedcpsl2.em_prior(method, hyper, labels, log_h, one).tolist() == pytest.approx([7 / 12, 5 / 12])
+    assert after_one_step(labels, log_h, one) == pytest.approx([7 / 12, 5 / 12])
     # four such samples that count as two: 2 + 2/3 and 1 + 4/3, of 5
-    lighter = fedcpsl2.em_prior(method, hyper_of(em_weight=2.0), labels, log_h.expand(4, 2), one.expand(4))
-    assert lighter.tolist() == pytest.approx([8 / 15, 7 / 15])
+    assert after_one_step(labels, log_h.expand(4, 2), one.expand(4), 2.0) == pytest.approx([8 / 15, 7 / 15])
     # rows that fill gaps do not count
     padded = torch.cat([log_h, number([[0.9, 0.1]]).log()])
-    assert fedcpsl2.em_prior(method, hyper, labels, padded, number([1.0, 0])).tolist() == pytest.approx(
-        [7 / 12, 5 / 12]
-    )
+    assert after_one_step(labels, padded, number([1.0, 0])) == pytest.approx([7 / 12, 5 / 12])
     # without labels EM would feed on itself
-    assert fedcpsl2.em_prior(method, hyper, number([0.0, 0]), log_h, one).tolist() == [0.5, 0.5]
+    assert after_one_step(number([0.0, 0]), log_h, one) == [0.5, 0.5]
 
 
 def test_a_prior_that_is_trusted_less():
@@ -103,7 +110,7 @@ def test_control_variates_divide_by_the_rounds_step_size():
     """After a round with half of the step size, c_i is the mean gradient as with the whole."""
     method = method_of()
     theta, delta = number([1.0, 2.0]), number([-0.3, 0.6])
-    device = fedcpsl2.Device(theta * 0, theta * 0, number([0.5, 0.5]), number(0.0))
+    device = device_of(theta)
     upload = fedcpsl2.Upload(delta, torch.tensor(3))
     hyper = hyper_of(eta=0.1, gamma=0.0)
     sent = fedcpsl2.Broadcast(theta, number([0.0, 0.0]), number(0.5))
@@ -119,23 +126,22 @@ def test_teachers_and_weights_of_pseudo_labels():
     log_h = number([[[0.9, 0.1]], [[0.4, 0.6]]]).log()
 
     class Fixed:
-        def log_probabilities_at(self, *_):
+        def outputs_at(self, *_):
             return log_h
 
     method = method_of()._replace(network=Fixed())
-    local = fedcpsl2.Local((), (), (), None, number([0.5, 0.5]).log(), None, None)
+    local = fedcpsl2.Local((), (), (), None, number([0.5, 0.5]).log(), None, number(0.5), None, None)
 
-    def answer(teacher, tau, method=method):
-        hyper = hyper_of(teacher=teacher, tau=tau)
-        labels, weights = fedcpsl2.pseudo_labels(method, hyper, local, torch.zeros(1, 1))
+    def answer(tau, **rules):
+        given = method._replace(rules=method.rules._replace(**rules))
+        labels, weights = fedcpsl2.pseudo_labels(given, hyper_of(tau=tau), local, torch.zeros(1, 1), ())
         return labels.argmax().item(), weights.item()
 
-    assert answer(0.5, 0.6) == (0, 1)
-    assert answer(0.5, 0.7) == (0, 0)
-    assert answer(0.0, 0.8) == (0, 1)
-    assert answer(1.0, 0.5) == (1, 1)
-    soft = method._replace(rules=method.rules._replace(soft_weights=True))
-    assert answer(0.5, 0.7, soft) == (0, pytest.approx(0.65))
+    assert answer(0.6) == (0, 1)
+    assert answer(0.7) == (0, 0)
+    assert answer(0.8, teacher="global") == (0, 1)
+    assert answer(0.5, teacher="localized") == (1, 1)
+    assert answer(0.7, soft_weights=True) == (0, pytest.approx(0.65))
 
 
 def test_personal_rounds_keep_theta_and_train_the_rest():
@@ -261,5 +267,5 @@ def test_what_a_device_predicts_follows_the_general_model():
     """Its own model is theta plus its change: new with every theta, also where the device was not active."""
     states = [map_tensors(torch.clone, (state.server, state.devices)) for state in simulate(make())]
     for server, devices in states[1:]:
-        own = fedcpsl2.own_model(None, hyper_of(kappa=0.5), devices, server.theta)
+        own = fedcpsl2.own_model(method_of(), hyper_of(kappa=0.5), devices, server.theta)
         assert torch.allclose(own, server.theta + 0.5 * devices.delta)

@@ -169,7 +169,7 @@ def test_another_algorithm_over_real_processes(tmp_path):
     """Ditto's own model stays on the device and answers; what travels is one vector each way."""
     desk = Desk(tmp_path, devices=2, rounds=2, active=2)
     job = tmp_path / "job.toml"
-    job.write_text(job.read_text().replace("[algorithm]", '[algorithm]\nname = "ditto"\nlam = 0.5'))
+    job.write_text(job.read_text().replace('"fedcpsl"', '"ditto"\nlam = 0.5'))
     try:
         desk.serve()
         desk.wait_for_word("server", "listening on", LONGEST_S)
@@ -196,7 +196,7 @@ def test_a_second_exchange_over_real_processes(tmp_path):
     """DRFA: devices that were drawn train, others are asked for a loss; the weights have moved and add up to 1."""
     desk = Desk(tmp_path, devices=2, rounds=2, active=2)
     job = tmp_path / "job.toml"
-    job.write_text(job.read_text().replace("[algorithm]", '[algorithm]\nname = "drfa"\neta_lambda = 0.1'))
+    job.write_text(job.read_text().replace('"fedcpsl"', '"drfa"\neta_lambda = 0.1'))
     try:
         desk.serve()
         desk.wait_for_word("server", "listening on", LONGEST_S)
@@ -211,3 +211,28 @@ def test_a_second_exchange_over_real_processes(tmp_path):
     assert state.server.weights.sum().item() == pytest.approx(1)
     assert state.server.weights[0] != 0.5
     assert [desk.device_state(name).answer.attempt.round for name in desk.names] == [1, 1]
+
+
+def test_fedhar_over_real_processes(tmp_path):
+    """Devices know their recordings, messages say who has which gradients, and the server's Adam makes its updates."""
+    desk = Desk(tmp_path, devices=2, rounds=2, active=2)
+    job = tmp_path / "job.toml"
+    own = 'name = "fedhar"\nT = 3\nR_s = 1'
+    job.write_text(job.read_text().replace('name = "fedcpsl"', own).replace("eta = 0.05", "eta = 0.01"))
+    for name in desk.names:
+        with np.load(tmp_path / f"{name}.npz") as held:
+            arrays = dict(held)
+        np.savez(tmp_path / f"{name}.npz", **arrays, recording=np.arange(len(arrays["y"])) // 20)
+    try:
+        desk.serve()
+        desk.wait_for_word("server", "listening on", LONGEST_S)
+        for name in desk.names:
+            desk.join(name)
+        desk.wait(lambda status: status["over"], LONGEST_S)
+        assert desk.processes["server"].wait(LONGEST_S) == 0
+    finally:
+        desk.close()
+    state = desk.server_state()
+    assert (state.server.rounds.item(), state.server.updates.item()) == (2, 2)
+    for name in desk.names:
+        assert desk.device_state(name).active_rounds == 2

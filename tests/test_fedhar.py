@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedcpsl import config
+from fedcpsl.adam import adam_direction, adam_moments
 from fedcpsl.algorithms import fedhar
 from fedcpsl.data.datasets import har
 from fedcpsl.data.federation import Federation
@@ -18,12 +19,18 @@ from fedcpsl.data.ondemand import from_function
 from fedcpsl.data.sources import load_federation
 from fedcpsl.errors import InputError
 from fedcpsl.evaluation import evaluate
+from fedcpsl.federation import serve
+from fedcpsl.federation.device import load_device_state
+from fedcpsl.federation.local_training import local_data_from
+from fedcpsl.federation.privacy import Protection, protect
+from fedcpsl.federation.robustness import Limits
 from fedcpsl.federation.terms import terms_of
 from fedcpsl.schedule import Draw, Drawn, Sizes, Work, draw_tasks, run_starts, runs_from
 from fedcpsl.simulation import initial_state, prepare
 from fedcpsl.simulation.rounds import draw_plan, next_state
 from fedcpsl.trees import leaves
 
+from . import faulty
 from .conftest import needs_fork, small_federation, small_model
 from .small_runs import answers_of, ask
 from .test_conformance import WORK, assert_equal, final, make
@@ -141,8 +148,6 @@ def test_without_recordings_it_says_what_is_missing():
     made = from_function(lambda _: (np.zeros((3, 6)), np.zeros(3, int)), devices=5, classes=3, labelled=1, unlabelled=2)
     with pytest.raises(InputError, match="give an array `recording`"):
         make("fedhar", federation=made)
-    with pytest.raises(InputError, match="simulate it"):
-        terms_of(make("fedhar"))
 
 
 # Numbers worked out by hand.
@@ -164,11 +169,11 @@ def test_clipping_is_over_all_leaves_of_a_slot():
 
 def test_two_steps_of_adam():
     """g = 1, then 3: m = 0.1, 0.39; v = 0.01, 0.0999; 0.39 / 0.19 over sqrt(0.0999 / 0.0199) = 2.052632 / 2.240558."""
-    m, v = fedhar.adam_moments(number(0.0), number(0.0), number(1.0))
-    assert fedhar.adam_direction(m, v, number(1.0)).item() == pytest.approx(1.0, abs=1e-7)
-    m, v = fedhar.adam_moments(m, v, number(3.0))
+    m, v = adam_moments(number(0.0), number(0.0), number(1.0), fedhar.BETAS)
+    assert adam_direction(m, v, number(1.0), fedhar.BETAS).item() == pytest.approx(1.0, abs=1e-7)
+    m, v = adam_moments(m, v, number(3.0), fedhar.BETAS)
     assert (m.item(), v.item()) == pytest.approx((0.39, 0.0999))
-    assert fedhar.adam_direction(m, v, number(2.0)).item() == pytest.approx(0.916125, abs=1e-6)
+    assert adam_direction(m, v, number(2.0), fedhar.BETAS).item() == pytest.approx(0.916125, abs=1e-6)
 
 
 def test_the_weight_of_the_temporal_gradient_grows():
@@ -356,3 +361,65 @@ def test_rounds_without_an_upload_count_too():
         start = make(name).terms.first_server()
         assert all(map(torch.equal, leaves(last.server._replace(rounds=start.rounds)), leaves(start)))
     assert final(make("fedhar", work=TUNED)).server.rounds == 4  # personal rounds are not the server's
+
+
+# On real devices.
+
+
+def federation(folder, **chosen):
+    setup = faulty.make("fedhar")
+    devices = faulty.participants(setup, folder, **chosen)
+    return setup, devices, faulty.Faulty(devices, faulty.Disk(), lambda *_: None)
+
+
+def test_what_a_device_has_is_said_in_the_message_and_not_protected(tmp_path):
+    """Noise is added to both gradients, but the one that a device did not send still counts as none."""
+    setup, _, _ = federation(tmp_path)
+    upload = fedhar.Upload((number([3.0, 0.0]), number([0.0, 4.0])), torch.tensor([True, False]))
+    sent = protect(upload, Protection(clip=1.0, noise=0.1))
+    assert torch.equal(sent.sent, upload.sent)
+    assert not torch.equal(sent.gradients[1], upload.gradients[1])
+    counted = fedhar.contribution(setup.terms.method, None, sent, None)
+    assert counted.sent.tolist() == [1.0, 0.0]
+    assert counted.gradients[1].tolist() == [0.0, 0.0]
+    assert torch.equal(counted.gradients[0], sent.gradients[0])
+
+
+def test_messages_carry_flags(tmp_path):
+    setup, devices, transport = federation(tmp_path)
+    with faulty.failing_disk():
+        *_, last = serve(terms_of(setup), faulty.rules(setup, min_devices=5), tmp_path / "server", transport)
+    assert last.server.rounds == 5
+    for i, participant in enumerate(devices.values()):
+        state = load_device_state(participant.folder, participant.terms)
+        found = state.pending or state.counted
+        assert found is not None
+        if state.pending:
+            labels, runs = state.pending.reply.upload.sent.tolist()
+            assert labels == (setup.terms.sizes.labelled[i] > 0)
+            assert runs == (setup.data.recordings[i].max(initial=0) >= 3)
+
+
+def test_the_rate_of_an_update_is_that_of_what_devices_clip_to():
+    """|gL| = 5 of 10 and |gU| = 0: 1; a gU of 6 where 2 is allowed: 3; a median of honest devices is always 1."""
+    hyper = fedhar.Hyper(number(10.0), number(2.0), *[number(0.0)] * 3)
+    sent = torch.tensor([True, True])
+    honest = fedhar.Upload((number([3.0, 4.0]), number([0.0, 0.0])), sent)
+    hostile = fedhar.Upload((number([3.0, 4.0]), number([0.0, 6.0])), sent)
+    assert fedhar.update_rate(hyper, honest).item() == 1.0
+    assert fedhar.update_rate(hyper, hostile).item() == 3.0
+
+
+@pytest.mark.parametrize("aggregation", ["trimmed", "median"])
+def test_means_by_coordinate_are_refused(aggregation, tmp_path):
+    setup, _, transport = federation(tmp_path)
+    chosen = faulty.rules(setup, min_devices=5, limits=Limits(aggregation=aggregation))
+    with pytest.raises(InputError, match="different kinds of updates"):
+        next(iter(serve(terms_of(setup), chosen, tmp_path / "server", transport)))
+
+
+def test_a_device_without_recordings_says_what_is_missing():
+    setup = faulty.make("fedhar")
+    one = replace(small_federation(sizes=((3, 5),)), recording=None)
+    with pytest.raises(InputError, match="give an array `recording`"):
+        local_data_from(one, terms_of(setup))

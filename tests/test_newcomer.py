@@ -20,6 +20,7 @@ from fedcpsl.simulation import prepare, simulate
 from .conftest import small_federation, small_model
 
 QUICK = ["--rounds", "2", "--devices", "4", "--active", "2", "--set", "model.hidden=[8]", "--set", "run.processes=1"]
+QUICK += ["--set", "algorithm.name=fedcpsl"]
 
 
 def frame(n=60):
@@ -98,7 +99,7 @@ def test_numbers_of_every_kind_are_read():
     reference = np.random.default_rng(0).normal(size=(20, 2))
     for kind in (">f4", np.longdouble, np.float16, ">i2"):
         federation = Federation.from_arrays((4 * reference).astype(kind), y, device)
-        assert prepare(federation, small_model(2, 2)).data.x(slice(None)).isfinite().all()
+        assert prepare(federation, small_model(2, 2), Algorithm()).data.x(slice(None)).isfinite().all()
 
 
 def test_sixteen_bits_per_pixel_are_kept_apart(tmp_path):
@@ -119,7 +120,7 @@ def test_everybody_takes_part_in_fedshvr_after_joining():
 def test_a_run_that_diverges_in_its_last_step_is_noticed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     one_step = ["--rounds", "1", "--set", "work.unit=steps", "--set", "work.amount=1", "--out", "a"]
-    assert run_command(["run", "--eta", "1e38", *one_step, "--set", "run.processes=1"]) == 1
+    assert run_command(["run", "--algorithm", "fedcpsl", "--eta", "1e38", *one_step, "--set", "run.processes=1"]) == 1
     assert "no longer" in capsys.readouterr().err
 
 

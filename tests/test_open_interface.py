@@ -14,6 +14,7 @@ from fedcpsl.cli.options import algorithm_names, declared_settings
 from fedcpsl.config import Config, with_settings
 from fedcpsl.errors import InputError
 from fedcpsl.federation.terms import terms_of
+from fedcpsl.problem import Samples
 from fedcpsl.runs.folder import read_run_config
 from fedcpsl.settings import FAMILY
 from fedcpsl.simulation import prepare
@@ -50,9 +51,12 @@ def number(value):
 
 
 def test_feddyns_linear_term():
-    """alpha (H + w - theta) = 0.5 ((1, 2) + (3, 3) - (1, 1)) = (1.5, 2); memory is H - theta = (0, 1)."""
-    (found,) = feddyn.linear_term(number(0.5), (number([0.0, 1.0]),), (number([3.0, 3.0]),))
-    assert found.tolist() == [1.5, 2.0]
+    """alpha (H + w - theta) = alpha (w - anchor), so the anchor is theta - H = 1 - 0.75 = 0.25."""
+    setup = make("feddyn")
+    one = torch.ones_like(setup.terms.method.network.initial)
+    hyper = feddyn.Hyper(number(0.1), number(0.5))
+    local = feddyn.begin(setup.terms.method, hyper, feddyn.Broadcast(one), feddyn.Device(0.75 * one))
+    assert {value for leaf in local.anchor for value in leaf.flatten().tolist()} == {0.25}
 
 
 def test_feddyns_server():
@@ -64,9 +68,16 @@ def test_feddyns_server():
 
 
 def test_dittos_pull():
-    """lam (v - theta) = 2 ((3, 1) - (1, 1)) = (4, 0) for v; nothing pulls w."""
-    (found,) = ditto.pull(number(2.0), (number([[9.0, 9.0], [3.0, 1.0]]),), (number([1.0, 1.0]),))
-    assert found.tolist() == [[0.0, 0.0], [4.0, 0.0]]
+    """Where no sample counts, v <- 3 - eta_lc lam (3 - theta) = 3 - 0.1 2 (3 - 1) = 2.6; nothing pulls w."""
+    setup = make("ditto")
+    method, one = setup.terms.method, torch.ones_like(setup.terms.method.network.initial)
+    hyper = ditto.Hyper(eta=number(0.3), eta_lc=number(0.1), lam=number(2.0))
+    local = ditto.begin(method, hyper, ditto.Broadcast(one), ditto.Device(3 * one))
+    none = Samples(number([[0.5] * 6]), number([[1.0, 0.0, 0.0]]), number([0.0]), number([0.0]))
+    local = ditto.step(method, hyper, local, none)
+    for leaf in local.models:
+        assert leaf[0].flatten().tolist() == [1.0] * leaf[0].numel()
+        assert leaf[1].flatten().tolist() == pytest.approx([2.6] * leaf[1].numel())
 
 
 def test_fedamps_cloud_models():
@@ -74,14 +85,16 @@ def test_fedamps_cloud_models():
     models, counted = number([[0.0, 0.0], [2.0, 0.0], [50.0, 50.0]]), number([1.0, 1.0, 0.0])
     server = fedamp.Server(models, counted, number([0.25, 0.75, 0.0]))
     settings = fedamp.Settings(sigma=2.0, alpha=0.5)
-    assert fedamp.cloud_model(settings, server, 0).tolist() == pytest.approx([0.0676676, 0.0], abs=1e-6)
+    assert fedamp.cloud_models(settings, server, torch.tensor([0]))[0].tolist() == pytest.approx(
+        [0.0676676, 0.0], abs=1e-6
+    )
     # by angle: the only other one has the whole share, 1 - 0.4
     along = server._replace(models=number([[1.0, 0.0], [2.0, 0.0], [50.0, 50.0]]))
     by_angle = fedamp.Settings(attention="cosine", self_weight=0.4)
-    assert fedamp.cloud_model(by_angle, along, 0).tolist() == pytest.approx([1.6, 0.0])
+    assert fedamp.cloud_models(by_angle, along, torch.tensor([0]))[0].tolist() == pytest.approx([1.6, 0.0])
     assert fedamp.general_model(None, server).tolist() == [1.5, 0.0]
     nobody = server._replace(counted=number([0.0] * 3), omega=number([0.0] * 3))
-    assert fedamp.cloud_model(by_angle, nobody, 1).tolist() == [2.0, 0.0]
+    assert fedamp.cloud_models(by_angle, nobody, torch.tensor([1]))[0].tolist() == [2.0, 0.0]
 
 
 # Settings.
@@ -204,7 +217,7 @@ def test_ditto_is_adapted_to_a_new_device(tmp_path, capsys):
     code, _, complained = ask(
         capsys, "adapt", table_run(tmp_path / "dyn" / "run", algorithm__name="feddyn"), "--data", table
     )
-    assert (code, "feddyn has none" in complained) == (2, True)
+    assert (code, "feddyn has no personal rounds" in complained) == (2, True)
 
 
 @pytest.mark.parametrize("name", NEW)

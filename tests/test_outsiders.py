@@ -42,6 +42,7 @@ deadline = 120
 name = "mlp"
 hidden = [16]
 [algorithm]
+name = "fedcpsl"
 eta = 0.05
 [work]
 rounds = 100000
@@ -493,6 +494,6 @@ def test_numbers_of_the_page_are_those_of_the_code():
     assert f"more than {BOUND:g} times the median is refused" in text
     assert f"more than {SAMPLES_BOUND:g} times the median of all, and a third of all weight" in text
     assert f"`trimmed` cuts at each end ({Limits().trim:g})" in text
-    assert f"of which too few can be counted ({RoundRules(1, 0, 1.0).attempts})" in text
+    assert f"too few updates can be counted ({RoundRules(1, 0, 1.0).attempts})" in text
     assert KEPT_STATES == 5
     assert "one of the last five states" in text

@@ -34,7 +34,21 @@ SETTINGS = {
     "run.checkpoint_seconds": 0,
     "run.evaluate_every": 2,
 }
-RUN = ["run", "--rounds", "60", "--devices", "5", "--active", "3", "--loss-rate", ".2", "--processor", "cpu"]
+RUN = [
+    "run",
+    "--algorithm",
+    "fedcpsl",
+    "--rounds",
+    "60",
+    "--devices",
+    "5",
+    "--active",
+    "3",
+    "--loss-rate",
+    ".2",
+    "--processor",
+    "cpu",
+]
 RUN += [f"--set={name}={value}" for name, value in SETTINGS.items()]
 
 
@@ -132,7 +146,7 @@ def test_stopped_then_bereft_of_a_rank_it_ends_bit_identical(uninterrupted, tmp_
     assert code != 0
     (line,) = complaints(errors)
     assert line.startswith("fedcpsl: stopped after round ")
-    assert line.endswith("go on with: torchrun --nproc-per-node 2 -m fedcpsl run --resume a")
+    assert line.endswith("resume with: torchrun --nproc-per-node 2 -m fedcpsl run --resume a")
 
     monkeypatch.chdir(tmp_path)  # one process is not two ranks
     assert run_command(["run", "--resume", "a"]) == 2
@@ -149,7 +163,7 @@ def test_stopped_then_bereft_of_a_rank_it_ends_bit_identical(uninterrupted, tmp_
     assert time.monotonic() - began < 60
     (line,) = complaints(errors)
     assert line.startswith("fedcpsl: rank 1 is gone")
-    assert line.endswith("go on with: torchrun --nproc-per-node 2 -m fedcpsl run --resume a")
+    assert line.endswith("resume with: torchrun --nproc-per-node 2 -m fedcpsl run --resume a")
     assert not any(is_alive(pid) for pid in ranks.values())
     assert not (tmp_path / "a" / "models.safetensors").exists()
 
@@ -164,7 +178,7 @@ def test_wrong_input_is_said_once(uninterrupted):
     assert code != 0
     assert output == ""
     assert complaints(errors) == [
-        "fedcpsl: a: exists already; give another --out, or --resume a to go on with it",
+        "fedcpsl: a: exists already; give another --out, or --resume a to resume it",
     ]
     assert "exitcode  : 2" in errors
 

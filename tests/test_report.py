@@ -139,7 +139,7 @@ def test_gains_come_from_devices_that_train_alone(comparison):
     page = (comparison / "report.html").read_text()
     assert is_self_contained(page)
     assert "over alone" in page
-    assert "less fedcpsl" in page
+    assert "vs fedcpsl" in page
     assert "--alone" not in page
     accuracies = []
     for name in ("fedcpsl-seed0", "local-seed0"):
@@ -357,7 +357,7 @@ def test_planned_runs_that_have_not_begun_are_waited_for(comparison, desk):
 
 
 def test_a_comparison_that_came_to_nothing_has_a_page(comparison, sweep, desk):
-    for folder, words in ((comparison, "less fedcpsl"), (sweep, "3 more failed and are left out")):
+    for folder, words in ((comparison, "vs fedcpsl"), (sweep, "3 more failed and are left out")):
         copy = desk / f"failed-{folder.name}"
         shutil.copytree(folder, copy)
         for run in (copy / "runs").iterdir():

@@ -309,7 +309,7 @@ def test_what_is_robust_number_by_number(aggregation, tmp_path):
         thetas.append(served(setup, tmp_path / who, Hostile(devices, change), limits=loose)[-1].server.theta)
     start = setup.terms.method.network.initial
     assert (thetas[1] - start).norm() < 5 * (thetas[0] - start).norm()
-    with pytest.raises(InputError, match="works only without control variates"):
+    with pytest.raises(InputError, match="keeps a sum of device states"):
         served(make(work=ALL), tmp_path / "with", LoopbackTransport({}), limits=limits)
 
 

@@ -17,7 +17,21 @@ from fedcpsl.runs.checkpoint import drop_checkpoints
 
 from .command import PATIENCE_S, environment, fedcpsl, spawn
 
-RUN = ["run", "--rounds", "40", "--devices", "5", "--active", "3", "--loss-rate", ".2", "--set", "model.hidden=[30]"]
+RUN = [
+    "run",
+    "--algorithm",
+    "fedcpsl",
+    "--rounds",
+    "40",
+    "--devices",
+    "5",
+    "--active",
+    "3",
+    "--loss-rate",
+    ".2",
+    "--set",
+    "model.hidden=[30]",
+]
 RUN += ["--set", "work.unit=hlu", "--set", "run.checkpoint_seconds=0", "--set", "run.processes=2"]
 
 
@@ -173,7 +187,9 @@ def test_changed_data_is_noticed(tmp_path):
     rng = np.random.default_rng(0)
     data = {"x": rng.normal(size=(80, 4)), "y": rng.integers(0, 2, 80), "device": np.arange(80) % 4}
     np.savez(tmp_path / "mine.npz", **data)
-    process = spawn("run", "--data", "mine.npz", "--rounds", "5000", "--out", "a", cwd=tmp_path)
+    process = spawn(
+        "run", "--algorithm", "fedcpsl", "--data", "mine.npz", "--rounds", "5000", "--out", "a", cwd=tmp_path
+    )
     wait_for_rounds(tmp_path / "a", 1, process)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=PATIENCE_S)
@@ -199,7 +215,7 @@ def test_two_processes_cannot_work_on_one_run(tmp_path):
 def test_resume_takes_no_other_settings(tmp_path):
     done = fedcpsl("run", "--resume", "a", "--rounds", "3", cwd=tmp_path)
     assert done.returncode == 2
-    assert "give it alone" in done.stderr
+    assert "give it without other options" in done.stderr
     assert fedcpsl("run", "--resume", "nowhere", cwd=tmp_path).returncode == 2
     assert list(Path(tmp_path).iterdir()) == []
 

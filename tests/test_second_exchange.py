@@ -256,7 +256,7 @@ def test_a_forgotten_device_has_no_weight(tmp_path):
 def test_a_server_that_must_know_who_sent_what_takes_no_coordinate_wise_sum(tmp_path):
     setup, _, transport = federation("afl", tmp_path)
     rules = faulty.rules(setup, limits=Limits("median"))
-    with pytest.raises(InputError, match="must know whose update is whose"):
+    with pytest.raises(InputError, match="must know which device sent which update"):
         next(serve(terms_of(setup), rules, tmp_path / "server", transport))
 
 

@@ -42,6 +42,7 @@ ASKED = [
     ("run --dataset cif", ["cifar10"]),
     ("run --partition dir", ["dirichlet"]),
     ("compare --algorithms fedcpsl,sca", ["fedcpsl,scaffold"]),
+    ("compare --algorithms fedcpsl2,rel", ["fedcpsl2,related"]),
     ("run --set work.un", ["work.unit="]),
     ("paper momen", ["momentum"]),
     ("federation dem", ["demo"]),
@@ -104,7 +105,7 @@ def test_every_option_is_completed_and_every_name_is_known():
     assert set(of["run", "--algorithm"].names) == set(all_algorithms())
     assert set(of["run", "--dataset"].names) == set(DATASETS)
     assert set(of["run", "--model"].names) == {"auto", *NAMES}
-    assert set(next(c for c in every if c.path[-1] == "paper").arguments.names) == {*known_studies(), "all"}
+    assert set(next(c for c in every if c.path[-1] == "paper").arguments.names) == {*known_studies(), "all", "edge"}
     assert of["run", "--dry-run"] is None
     assert of["run", "--out"].folders
     for name in completion.setting_names():

@@ -24,13 +24,14 @@ from fedcpsl import Algorithm, Federation, Run, Work, evaluate, mlp, prepare, si
 from fedcpsl.data.split import by_classes
 from fedcpsl.errors import RunError
 from fedcpsl.schedule import stream
+from fedcpsl.settings import DEFAULT_ALGORITHM
 from fedcpsl.sklearn import FedCPSLClassifier
 
 NAMES = np.array(["attic", "barn", "cellar"])
 
 
 def quick(**parameters):
-    return FedCPSLClassifier(**{"rounds": 3, "hidden": (8,), "random_state": 0} | parameters)
+    return FedCPSLClassifier(**{"algorithm": "fedcpsl", "rounds": 3, "hidden": (8,), "random_state": 0} | parameters)
 
 
 def samples(count=90, seed=0):
@@ -49,11 +50,15 @@ def lopsided_digits():
     return X, y, by_classes(y, 20, 2, 0), rng.random(len(y)) < 0.1, rng.random(len(y)) < 0.2
 
 
-def test_it_passes_scikit_learns_checks():
+@pytest.mark.parametrize(("algorithm", "rounds"), [("fedcpsl", 10), (DEFAULT_ALGORITHM, 3)])
+def test_it_passes_scikit_learns_checks(algorithm, rounds):
     """All but one, which uses -1 as a class."""
     expected = {"check_classifiers_classes": "-1 means unlabelled"}
     results = check_estimator(
-        quick(rounds=10, hidden=(16,)), expected_failed_checks=expected, on_fail=None, on_skip=None
+        quick(algorithm=algorithm, rounds=rounds, hidden=(16,)),
+        expected_failed_checks=expected,
+        on_fail=None,
+        on_skip=None,
     )
     assert [r["check_name"] for r in results if r["status"] == "failed"] == []
     assert [r["check_name"] for r in results if r["status"] == "xfail"] == list(expected)

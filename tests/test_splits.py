@@ -18,6 +18,7 @@ from fedcpsl.data.split import (
     by_quantity,
     by_shards,
     draw_roles,
+    exchange_tests,
     iid,
 )
 from fedcpsl.errors import InputError
@@ -112,6 +113,36 @@ def test_a_validation_part_is_cut_from_training_data_and_leaves_the_tests_alone(
     cut, _, _ = roles(Shares(1.0, validation=0.25))
     assert np.array_equal(plain == TEST, cut == TEST)
     assert np.bincount(device[cut == VALIDATION]).tolist() == [10] * 8
+
+
+@given(
+    devices=st.integers(2, 12),
+    samples=st.integers(60, 300),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=60, deadline=None)
+def test_exchanged_tests_leave_numbers_and_training_as_they_were(devices, samples, share, seed):
+    device = iid(samples, devices, seed)
+    role = draw_roles(np.zeros(samples, int), device, None, Shares(0.5), seed)
+    exchanged = exchange_tests(device, role, share, seed)
+    tests = role == TEST
+    assert np.array_equal(exchanged[~tests], device[~tests])
+    assert np.array_equal(np.bincount(exchanged[tests]), np.bincount(device[tests]))
+    numbers = np.bincount(device[tests], minlength=devices)
+    if share == 1 and 2 * numbers.max() <= numbers.sum():
+        assert not (exchanged == device)[tests].any()
+    moved = np.bincount(device[exchanged != device], minlength=devices)
+    assert (moved <= np.round(share * numbers)).all()
+
+
+def test_tests_of_other_devices_hold_other_classes():
+    own = load_federation(Data(dataset="digits", labelled=0.1), seed=0)
+    foreign = load_federation(Data(dataset="digits", labelled=0.1, foreign_test=1.0), seed=0)
+    assert np.array_equal(foreign.class_counts(LABELLED), own.class_counts(LABELLED))
+    trained = own.class_counts(LABELLED) + own.class_counts(UNLABELLED) > 0
+    assert not (own.class_counts(TEST) * ~trained).any()
+    assert (foreign.class_counts(TEST) * ~trained).sum() > 0.6 * foreign.class_counts(TEST).sum()
 
 
 def test_scaling_is_of_the_training_data_by_feature_or_channel():

@@ -12,6 +12,7 @@ from fedcpsl.algorithms import fedcpsl2
 from fedcpsl.data.ondemand import from_function
 from fedcpsl.data.split import LABELLED, TEST, UNLABELLED
 from fedcpsl.errors import InputError
+from fedcpsl.report.comparison import remarks
 from fedcpsl.step_size import (
     CANDIDATES,
     DEVICES,
@@ -72,6 +73,9 @@ def test_without_labels_to_hold_back():
     alone = Federation.from_arrays(np.random.default_rng(0).normal(size=(20, 2)), y, np.arange(20) // 10, np.zeros(20))
     with pytest.raises(InputError, match="two labels or more"):
         labels_held_back(alone, 0)
+    found = search_eta(alone, torch.nn.Linear(2, 2), fedcpsl2.Settings(), WORK, RUN)
+    assert (found.eta, found.steps) == (0.05, 0)  # as without a search, and it says so
+    assert "not searched" in str(found)
 
 
 def test_it_chooses_what_learns_and_leaves_out_what_diverges():
@@ -109,7 +113,8 @@ def test_the_choice():
     assert choose(0.6, 0.5, 0.4, 0.6, 0.9, no) == 0.03  # worse, not nearly as good
     assert choose(0.5, 0.6, 0.55, 0.4, no, no) == 0.03  # nearly as good, and larger
     assert choose(0.7, 0.6, no, no, no, no) == 0.003
-    assert choose(1.5, 1.4, 1.2, 0.2, 0.6, no) == 0.1  # a margin would cost too much
+    assert choose(1.5, 1.4, 1.2, 0.2, 0.6, no) == 0.055  # a whole margin would cost too much: sqrt(0.03 x 0.1)
+    assert choose(1.5, 1.5, 1.3, 0.4, 0.1, no) == 0.17
     assert choose(0.5, no, no, no, no, no) == 0.003
     assert choose(0.6, 0.5, 0.4, 0.3, 0.2, 0.1) == 0.3
     with pytest.raises(InputError, match="no step size of"):
@@ -147,3 +152,12 @@ def test_the_command_line_says_what_it_cost(tmp_path):
     kept = json.loads((tmp_path / "run/manifest.json").read_text())["step_size_search"]
     assert f"eta = {kept['eta']}" in (tmp_path / "run/config.toml").read_text()
     assert kept["steps"] > 0
+
+
+def test_a_comparison_says_what_searches_found_and_cost():
+    searches = [{"eta": 0.3, "steps": 10}, {"eta": 0.1, "steps": 20}]
+    searched = {"name": "a", "steps": None, "runs": [{"step_size_search": search} for search in searches]}
+    given = {"name": "b", "steps": None, "runs": [{"step_size_search": None}, {}]}
+    said = remarks({"kind": "compare", "cases": [searched, given], "seeds": [0, 1]})
+    assert said[0] == "step size of a: searched for each seed, 0.3, 0.1; this took 15 additional local steps per run"
+    assert not any("of b" in text for text in said)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedcpsl.algorithms import members
 from fedcpsl.config import with_settings
 from fedcpsl.errors import InputError
 from fedcpsl.runs import run_groups
@@ -271,7 +272,7 @@ def test_a_row_beats_what_was_chosen_and_what_is_given(desk):
         ("work.active = 2", "work.activ = 2", "did you mean 'active'?"),
         ("seeds = 2", 'seeds = 2\nreference = "FedCPS"', "no such row; did you mean"),
         ("seeds = 2", 'seeds = "2"', "seeds: must be a int"),
-        ("seeds = 2", 'seeds = 2\nshows = "bars"', "give one of curves, map, trend, rate"),
+        ("seeds = 2", 'seeds = 2\nshows = "bars"', "give one of curves, costs, map, trend, rate"),
         ('"base.toml"', '"bases.toml"', "no such config file"),
         ("work.active = 3", "active = 3", "active stands outside a section"),
     ],
@@ -310,3 +311,111 @@ def test_runs_with_other_settings_are_not_mixed(desk):
     run = next((desk / "o" / "digits" / "runs").iterdir())
     resumed = fedcpsl("run", "--resume", run, cwd=desk)
     assert (resumed.returncode, "has kept its metrics only" in resumed.stderr) == (2, True)
+
+
+# What each needs, and choosing settings.
+
+TUNE = """
+title = "Settings"
+shows = "map"
+bases = { digits = "base.toml", other = "base.toml" }
+datasets = ["digits"]
+seeds = 2
+first_seed = 100
+
+[settings]
+data.validation = 0.3
+
+[rows.FedAvg]
+algorithm.name = "fedavg"
+grid.algorithm.eta = [0.0001, 0.1]
+[rows.FedProx]
+algorithm.name = "fedprox"
+grid.algorithm.eta = [0.1]
+grid.algorithm.mu = [0.0, 0.1]
+[rows.Elsewhere]
+datasets = ["other"]
+algorithm.name = "fedhar"
+grid.algorithm.eta = [0.1]
+"""
+FIELD = """
+title = "The field"
+bases = { digits = "base.toml" }
+chosen = "chosen.toml"
+needs = true
+seeds = 2
+reach = { digits = [0.05] }
+
+[rows.FedAvg]
+algorithm.name = "fedavg"
+[rows.Ditto]
+algorithm.name = "ditto"
+[rows.SemiPFL]
+algorithm.name = "semipfl"
+algorithm.hyper_width = 4
+data.server = 0.2
+"""
+
+
+def test_settings_are_chosen_and_the_table_says_what_each_row_needs(desk):
+    (desk / "settings.toml").write_text(TUNE)
+    (desk / "field.toml").write_text(FIELD)
+    (desk / "chosen.toml").write_text("[har.ditto]\nalgorithm = { lam = 0.5 }\n")
+    done = fedcpsl("paper", "settings.toml", "--out", "o", "--choose", "chosen.toml", cwd=desk)
+    assert done.returncode == 0, done.stderr
+    text = (desk / "chosen.toml").read_text()
+    assert "# The best points of `fedcpsl paper settings`" in text
+    assert "[har.ditto]\nalgorithm = { lam = 0.5 }" in text  # another data set's stay
+    assert "[digits.fedavg]\nalgorithm = { eta = 0.1 }" in text
+    rows = rows_of(desk / "o" / "digits" / "results" / "settings.csv")
+    assert {row["row"] for row in rows} == {"FedAvg", "FedProx"}
+    by_mu = {mu: [float(r["validation"]) for r in rows if r["algorithm.mu"] == mu] for mu in ("0.0", "0.1")}
+    best = max(by_mu, key=lambda mu: np.mean(by_mu[mu]))
+    assert f"[digits.fedprox]\nalgorithm = {{ eta = 0.1, mu = {best} }}" in text
+
+    done = fedcpsl("paper", "field.toml", "--out", "o", cwd=desk)
+    assert done.returncode == 0, done.stderr
+    text = (desk / "o" / "digits" / "results" / "field.md").read_text()
+    rows = {
+        line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ") for line in text.splitlines() if "|" in line
+    }
+    # gradients, models down, up and kept; what it learns from, what its server must see, what was chosen
+    assert rows["FedAvg"][2:6] == [
+        "1",
+        "1.00",
+        "1.01",
+        "0.00",
+    ]  # with its step count, beside a small model
+    assert rows["FedAvg"][-3:] == ["L", "adds", "eta 0.1"]
+    assert rows["Ditto"][2:6] == ["2", "1.00", "1.00", "1.00"]
+    assert rows["Ditto"][-3:] == ["L", "adds", "defaults"]
+    assert rows["SemiPFL"][-3:] == ["L U S", "sees", "defaults"]
+    assert "| to 5 % |" in text
+
+    refused = fedcpsl("paper", "field.toml", "--out", "o", "--partial", "--choose", "x.toml", cwd=desk)
+    assert (refused.returncode, "not a study of settings" in refused.stderr) == (2, True)
+
+
+def test_the_study_of_the_field_has_everybody_with_equal_effort():
+    """A new algorithm by others belongs into it."""
+    study, tune = find_study("related"), find_study("related-tune")
+    assert list(study.rows) == list(tune.rows)
+    names = {settings["algorithm.name"] for settings in study.rows.values()}
+    assert set(members("related")) | {"fedcpsl", "fedcpsl2", "fedavg", "local"} == names
+    for row, grid in tune.grids.items():
+        assert np.prod([len(values) for values in grid.values()]) == 4, row
+    assert tune.seeds == 2
+    assert 2 * tune.settings["work.rounds"] == study.bases["mnist"].work.rounds
+    assert not set(range(study.first_seed, study.seeds)) & {tune.first_seed, tune.first_seed + 1}
+    for dataset in study.bases:
+        both = [on_dataset(each, dataset) for each in (study, tune)]
+        assert ("FedHAR" in both[0].rows) == (dataset == "har")
+        assert len(lines_of(both[1], dataset)) == 4 * len(both[0].rows)
+        for line in lines_of(both[0], dataset):
+            assert with_settings(study.bases[dataset], line.case.settings).work.matched_steps
+
+
+def test_a_row_for_a_data_set_that_the_study_lacks_is_refused(desk):
+    (desk / "wrong.toml").write_text(TUNE.replace('["other"]', '["digts"]'))
+    with pytest.raises(InputError, match="did you mean 'digits'"):
+        read_study(desk / "wrong.toml")

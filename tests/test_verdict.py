@@ -53,7 +53,7 @@ def test_a_run_says_it(tmp_path, monkeypatch, capsys):
     """With all classes on every device one global model learns more than personal ones do."""
     monkeypatch.chdir(tmp_path)
     words = ["--partition", "iid", "--devices", "5", "--rounds", "20", "--set", "run.processes=1"]
-    assert run_command(["run", *words, "--out", "r"]) == 0
+    assert run_command(["run", "--algorithm", "fedcpsl", *words, "--out", "r"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "the personal models are worse than the global one" in said
     assert "use the global model (--device global)" in said

@@ -105,7 +105,7 @@ def test_the_page_and_its_news_are_for_this_machine_alone(run, tmp_path, watchin
     assert f"--port {port}: cannot be used" in capsys.readouterr().err
     code, out, err = watch.end()
     assert (code, err) == (0, "")
-    assert "ended; runs go on without it" in out
+    assert "ended; the runs continue" in out
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason=MISSING)

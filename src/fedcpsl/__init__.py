@@ -16,6 +16,7 @@ _HOMES = {
     "Algorithm": "fedcpsl.config",
     "Work": "fedcpsl.config",
     "Run": "fedcpsl.config",
+    "Edge": "fedcpsl.config",
     "Config": "fedcpsl.config",
     "Costs": "fedcpsl.problem",
     "mlp": "fedcpsl.models",

@@ -45,7 +45,9 @@ class Traits(NamedTuple):
     views: str | Views = ""  # of the samples of a step: "auto" by the shape of inputs, or see `fedcpsl.views`; "": none
     draws: tuple[Draw, ...] = ()  # of the schedule, beside the minibatch of each step
     per_sample: tuple[str, ...] = ()  # fields of `Device` with a row for each unlabelled sample (`most_unlabelled`)
+    positions: bool = False  # whether a step is told where its samples are among the device's (`Samples.which`)
     probe: Draw | None = None  # of what a second exchange of each round asks some devices about
+    server_data: bool = False  # its server learns from labelled samples of its own, which `receive` is then given
 
 
 class Method(NamedTuple):
@@ -79,6 +81,7 @@ class Algorithm(Protocol):
 
     Optional, found by being there: `relabel`, once a round over all unlabelled samples; `with_labels`, what a device
     knows by its labels alone, and `prepare`, once a visit over all its samples, both changing what it keeps;
+    `review(method, hyper, broadcast, device, upload, visit)`, the same after `finish`, of what the visit left;
     `use_draws(method, hyper, broadcast, local, drawn)`, after `begin`, which returns the `Local` after a look at the
     samples that the `draws` of a visit name, a Mapping of `Samples` by name; `phases`, for personal rounds, and
     `partner`, the model that stays fixed in them; `alike` and `merged`, for runs of several variants side by side;
@@ -90,8 +93,19 @@ class Algorithm(Protocol):
     prediction and kept nowhere; `newcomer`, the settings of a device that was not in training; `PREDICTS_WITH`, the
     numbers that `predict` needs, and `predicting(method, hyper, device)`, a NamedTuple of them, where the device keeps
     some; for real devices `greeting`, `started_again`, `update_rate`, `not_deployable` and `OWN_NUMBERS` (see
-    `fedcpsl.federation`); `invariants`, which the conformance suite checks; `RECORDED`, what fields are called in
+    `fedcpsl.federation`); for edge networks `reweighted(total, factor)`, contributions of devices whose update of the
+    general model is multiplied by a factor each, and `late(method, total, sent, server, weight)`, contributions that
+    answer an older broadcast, `sent`, as the server is now to add them: an algorithm without it takes no late updates;
+    `invariants`, which the conformance suite checks; `RECORDED`, what fields are called in
     recorded runs.
+
+    Where `Traits.server_data` says that the server learns from labelled samples of its own (`data.server`), `receive`
+    has a sixth argument, `Samples`: all of them, in an order that is drawn for the round.
+
+    Optional for a reply in the same round: `reply_each(method, server, devices)`, what the server sends to the devices
+    whose uploads it has just counted, stacked, [devices, ...], and `use_reply(method, hyper, reply, device, labelled)`,
+    what one of them keeps from then on; `labelled` are all its labelled samples, in an order that is drawn for the
+    visit. Who was not counted gets no reply.
 
     Optional at the server: `round_over(server)`, the `Server` after every round of a simulation, also after one in
     which nothing was counted; `draw_weights(method, server)`, [devices], in place of a uniform draw of devices; one
@@ -193,12 +207,24 @@ class Visit(NamedTuple):
     unlabelled: Tensor  # [...]: how many unlabelled samples it has
     pieces: Callable[[], Iterator[tuple[Tensor, Tensor]]]  # those samples, some at a time: x [..., rows, *shape], and
     # [..., rows], 1 where there is one and 0 where a row only fills a gap, because another device has more
+    labelled: Callable[[Tensor], tuple[Tensor, Tensor]]  # labelled samples at given positions, [..., rows]: x and
+    # one-hot labels; something else of the same shape where a device has no sample at a position
 
 
-def visit_of(labels: Tensor, x: Tensor) -> Visit:
-    """What one device holds, from its label counts and its unlabelled inputs [samples, ...]."""
+def visit_of(labels: Tensor, x: Tensor, x_labelled: Tensor, one_hot: Tensor) -> Visit:
+    """What one device holds: its label counts, its unlabelled inputs [samples, ...], its labelled ones and labels."""
     pieces = x.split(4096) if len(x) else ()
-    return Visit(labels, labels.new_tensor(len(x)), lambda: ((some, labels.new_ones(len(some))) for some in pieces))
+
+    def labelled(positions: Tensor) -> tuple[Tensor, Tensor]:
+        if not len(x_labelled):
+            return x_labelled.new_zeros(len(positions), *x_labelled.shape[1:]), one_hot.new_zeros(
+                len(positions), one_hot.shape[1]
+            )
+        rows = positions.clamp_max(len(x_labelled) - 1)
+        return x_labelled[rows], one_hot[rows]
+
+    found = labels.new_tensor(len(x))
+    return Visit(labels, found, lambda: ((some, labels.new_ones(len(some))) for some in pieces), labelled)
 
 
 class Roster(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedcpsl.algorithm import Method, Roster, Traits
-from fedcpsl.engine import Leaves, subtract_scaled
+from fedcpsl.engine import Leaves, differences, subtract_scaled
 from fedcpsl.problem import LabelledCosts, Samples
 
 
@@ -80,6 +80,16 @@ def contribution(_method: Method, _hyper: Any, upload: Upload, weight: Tensor) -
     return Sum(weight[..., None] * upload.delta, torch.ones_like(weight))
 
 
+def reweighted(total: Any, factor: Tensor) -> Any:
+    """w_i omega_i (theta_i^{r+1} - theta^r): the update alone, times a factor; `total` has one of each device."""
+    return total._replace(update=factor[..., None] * total.update)
+
+
+def late(_method: Method, total: Any, _sent: Any, _server: Any, _weight: Tensor) -> Any:
+    """An update is added whatever theta has become meanwhile."""
+    return total
+
+
 def apply(_method: Method, server: Any, total: Sum, devices: int) -> Any:
     """theta^{r+1} = theta^r + (N/m) sum_i omega_i (theta_i^{r+1} - theta^r)."""
     return server._replace(theta=server.theta + (devices / total.counted) * total.update)
@@ -142,9 +152,22 @@ def add_labelled_gradient(method: Method, into: Leaves, models: Leaves, samples:
     return method.network.add_gradient(into, models, *samples.inputs, LabelledCosts(samples))
 
 
-def descend_labelled(method: Method, models: Leaves, eta: Tensor, samples: Samples) -> Tensor:
-    """w <- w - eta g(w; B), in place; returns the costs. eta is [...], one for all models of a slot."""
-    return method.network.descend(models, eta[..., None], *samples.inputs, LabelledCosts(samples))
+def descend_labelled(method: Method, models: Leaves, eta: Tensor, samples: Samples, at: Leaves | None = None) -> Tensor:
+    """w <- w - eta g(w; B), in place; returns the costs. eta is [...], one for all models of a slot.
+
+    `at`: the models whose gradient it is, where these are others.
+    """
+    return method.network.descend(models, eta[..., None], *samples.inputs, LabelledCosts(samples), at)
+
+
+def descend_labelled_towards(
+    method: Method, models: Leaves, eta: Tensor, samples: Samples, pull: Tensor, anchor: Leaves
+) -> Tensor:
+    """w <- w - eta (g(w; B) + pull (w - anchor)), in place; returns the costs. eta and the pull are [...]."""
+    away = differences(models, anchor)
+    costs = descend_labelled(method, models, eta, samples)
+    descend(models, (eta * pull)[..., None], away)
+    return costs
 
 
 def descend(models: Leaves, eta: Tensor, gradient: Leaves) -> None:

@@ -1,15 +1,28 @@
 """A run's config: the sections of settings, read from TOML and the command line, checked, and written back."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from fedcpsl.edge.settings import OFF, Edge, check_edge, with_profile
 from fedcpsl.errors import InputError, did_you_mean
-from fedcpsl.settings import AUTO, FAMILY, SEARCH, Algorithm, Data, Model, Run, Work, toml_value
+from fedcpsl.settings import (
+    AUTO,
+    DEFAULT_ALGORITHM,
+    FAMILY,
+    SEARCH,
+    UNNAMED_ALGORITHM,
+    Algorithm,
+    Data,
+    Model,
+    Run,
+    Work,
+    toml_value,
+)
 
-__all__ = ["AUTO", "FLAGS", "SEARCH", "Algorithm", "Config", "Data", "Model", "Run", "Work"]
+__all__ = ["AUTO", "FLAGS", "SEARCH", "Algorithm", "Config", "Data", "Edge", "Model", "Run", "Work"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +34,7 @@ class Config:
     algorithm: Any = field(default_factory=Algorithm)  # or the settings that the file of another algorithm declares
     work: Work = field(default_factory=Work)
     run: Run = field(default_factory=Run)
+    edge: Edge = field(default_factory=Edge)
 
 
 def algorithm_settings(name: str) -> type[Any]:
@@ -65,20 +79,43 @@ def check(section: str, values: Any) -> None:
 
 
 def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
-    """The config with `section.key` values put in, each checked. The algorithm decides which others there are."""
+    """The config with `section.key` values put in, each checked. The algorithm decides which others there are.
+
+    Any setting of an edge network turns it on; its profile decides what those that are not given are.
+    """
     if "algorithm.name" in values:
         config = replace(config, algorithm=_for_algorithm(config.algorithm, values["algorithm.name"]))
+    if any(name.startswith("edge.") for name in values):
+        by_default = "macro" if config.edge.profile == OFF else config.edge.profile
+        config = replace(config, edge=with_profile(config.edge, values.get("edge.profile", by_default)))
     for name, value in values.items():
         section, _, key = name.partition(".")
         setting(section, key)
         part = getattr(config, section)
         own = [f.name for f in fields(part)]
         if key not in own:
-            raise InputError(f"{name}: {part.name} has no such setting; {did_you_mean(key, own)}")
+            raise InputError(f"{name}: {part.name} has no such setting; {_owner_or_nearest(key, own)}")
         config = replace(config, **{section: replace(part, **{key: value})})
     for declared in fields(config):
         check(declared.name, getattr(config, declared.name))
+    if config.edge.on:
+        check_edge(config.edge)
     return config
+
+
+def _owner_or_nearest(key: str, own: Sequence[str]) -> str:
+    """What to do about a setting that an algorithm has not: FedCPSL's need its name."""
+    if key in {f.name for f in fields(Algorithm)}:
+        return f'{UNNAMED_ALGORITHM} has: give algorithm.name = "{UNNAMED_ALGORITHM}", or leave it out'
+    return did_you_mean(key, own)
+
+
+def new_config(values: Mapping[str, Any], algorithm: str = DEFAULT_ALGORITHM) -> Config:
+    """The config of something new, of the default algorithm unless the values name one.
+
+    A saved file that names none is read with `with_settings(Config(), ...)`, and goes on meaning FedCPSL.
+    """
+    return with_settings(Config(), {"algorithm.name": algorithm} | dict(values))
 
 
 def _for_algorithm(settings: Any, name: Any) -> Any:
@@ -141,10 +178,15 @@ def _leading_zero(text: str) -> str:
     return re.sub(r"(?<![\w.])\.(?=\d)", "0.", text)
 
 
+def sections_of(config: Config) -> dict[str, dict[str, Any]]:
+    """The settings by section; without an edge network, where there is none."""
+    return {section: values for section, values in asdict(config).items() if section != "edge" or config.edge.on}
+
+
 def to_toml(config: Config) -> str:
     """The config as a TOML document that reads back equal."""
     lines = []
-    for section, content in asdict(config).items():
+    for section, content in sections_of(config).items():
         lines += [f"[{section}]", *(f"{key} = {toml_value(value)}" for key, value in content.items()), ""]
     return "\n".join(lines)
 
@@ -176,6 +218,7 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "--active": "work.active",
         "--rounds": "work.rounds",
         "--loss-rate": "work.loss_rate",
+        "--edge": "edge.profile",
         "--seed": "run.seed",
         "--executor": "run.executor",
         "--store": "run.store",

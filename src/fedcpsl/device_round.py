@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedcpsl.algorithm import Algorithm, Method, optional
+from fedcpsl.algorithm import Algorithm, Method, Visit, optional
 from fedcpsl.problem import Samples
 from fedcpsl.trees import Tree
 
@@ -49,6 +49,27 @@ def relabelled(
         last = min(first + ROWS_AT_ONCE, len(nu))
         pieces.append(relabel(method, hyper, broadcast, device, inputs(first, last), nu[first:last], count))
     return torch.cat(pieces) if pieces else nu
+
+
+def visit_if_needed(algorithm: Algorithm, make: Callable[[], Visit]) -> Visit | None:
+    """What a device holds, for an algorithm that looks at it before or after a visit; else None."""
+    return make() if optional(algorithm, "prepare") or optional(algorithm, "review") else None
+
+
+def prepared(
+    algorithm: Algorithm, method: Method, hyper: Tree, broadcast: Tree, device: Tree, visit: Visit | None
+) -> Tree:
+    """What a device keeps once the algorithm has looked at all that it holds, before the first step."""
+    prepare = optional(algorithm, "prepare")
+    return prepare(method, hyper, broadcast, device, visit) if prepare else device
+
+
+def reviewed(
+    algorithm: Algorithm, method: Method, hyper: Tree, broadcast: Tree, device: Tree, upload: Tree, visit: Visit | None
+) -> Tree:
+    """What a device keeps once the algorithm has looked at what the visit left, after `finish`."""
+    review = optional(algorithm, "review")
+    return review(method, hyper, broadcast, device, upload, visit) if review else device
 
 
 def begun(

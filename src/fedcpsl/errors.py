@@ -12,6 +12,13 @@ class InputError(Exception):
     """A setting, file or model is wrong; the message names it and the fix. Exit code 2."""
 
 
+class RefusedError(InputError):
+    """Settings that are right by themselves and that a run's data, algorithm or cell does not allow.
+
+    Among many runs, that run alone fails.
+    """
+
+
 class RunError(Exception):
     """A run could not go on (a NaN, a full disk, a corrupt checkpoint). Exit code 1."""
 

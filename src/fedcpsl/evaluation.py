@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedcpsl.algorithm import Method, optional, predicting
+from fedcpsl.edge.state import metrics_of
 from fedcpsl.simulation import State
 from fedcpsl.simulation.device_data import Held
 from fedcpsl.simulation.hardware import to_device
@@ -69,6 +70,7 @@ class Evaluation(NamedTuple):
             "downlink_bytes": state.downlink_bytes,
             "steps": state.steps,
             "lost_uploads": state.lost,
+            **({} if state.edge is None else {"edge": metrics_of(state.edge)}),
         }
 
 

@@ -53,6 +53,16 @@ def resolved(settings: Any, network: Network, work: Work, costs: Costs | None = 
     return Resolved(algorithm, *phases(method, settings, two_phase=work.two_phase))
 
 
+def check_recordings(method: Method, recordings: object | None) -> None:
+    """Raise InputError if the algorithm draws runs of consecutive samples and nobody knows what is consecutive."""
+    if recordings is None and any(draw.of == "runs" for draw in method.traits.draws):
+        name = getattr(method.rules, "name", "it")
+        raise InputError(
+            f"algorithm.name = {name!r}: needs windows in the order of time; give an array `recording` that says which "
+            "recording each sample is of"
+        )
+
+
 def numbers_of(algorithm: Algorithm, method: Method, settings: Any, sizes: Sizes) -> tuple[Table, Table]:
     """The fields of `Hyper` for all devices: as they are, and while a device warms up."""
     both = [algorithm.numbers(method, settings, sizes, warming=warming) for warming in (False, True)]

@@ -39,6 +39,22 @@ def smoothed_by_evidence(counts: Tensor) -> Tensor:
     return (shares[..., None] * each).sum(-2).to(counts.dtype)
 
 
+def count_prior(counts: Tensor, s: Tensor | None) -> Tensor:
+    """pi_i = (n_i + s) / sum (n_i + s), with a given s or, for None, with those that the counts speak for."""
+    return smoothed_by_evidence(counts) if s is None else smoothed(counts, s)
+
+
+def em_prior(labels: Tensor, log_h: Tensor, there: Tensor, s: Tensor | None, most: Tensor, steps: int) -> Tensor:
+    """pi of n_i, then in each of some steps of n_i + min(M_i, nu) mean_u softmax(log h(theta; u) + log pi).
+
+    Without labels it stays uniform: EM alone would feed on itself.
+    """
+    first = found = count_prior(labels, s)
+    for _ in range(steps):
+        found = count_prior(labels + expected_counts(log_h, there, found, most), s)
+    return torch.where(labels.sum(-1, keepdim=True) > 0, found, first)
+
+
 def expected_counts(log_h: Tensor, there: Tensor, pi: Tensor, most: Tensor) -> Tensor:
     """min(M, nu) mean_u softmax(log h(theta; u) + log pi): what M unlabelled samples count, as nu samples at most.
 

@@ -66,8 +66,9 @@ class Samples(NamedTuple):
     partner: Tensor | None = None  # [..., samples, classes]: log h(theta; x) of a theta that stays fixed
     strong: Tensor | None = None  # [..., unlabelled samples, ...]: strong views of them; x then has weak views of all
     extra: "Mapping[str, Samples]" = MappingProxyType({})  # further minibatches of the step, by the name of their draw
-    which: Tensor | None = None  # [..., samples]: where each row is among the device's labelled or unlabelled samples
-    held: Tensor | None = None  # [...]: how many unlabelled samples the device has; both if it keeps a state of each
+    which: Tensor | None = None  # [..., samples]: where each row is among the device's labelled or unlabelled samples,
+    # if the algorithm keeps a state of each or asks for positions
+    held: Tensor | None = None  # [...]: how many unlabelled samples the device has, if it keeps a state of each
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor | None]:
@@ -145,7 +146,10 @@ def labelled_costs(given: LabelledCosts, log_h: Tensor) -> Tensor:
 
 
 def with_prior(log_h: Tensor, log_pi: Tensor) -> Tensor:
-    """log h_i(theta; x) = log softmax(log h(theta; x) + log pi_i): a prediction that knows the device's class prior."""
+    """log h_i(theta; x) = log softmax(log h(theta; x) + log pi_i): a prediction that knows the device's class prior.
+
+    The outputs of a network before softmax give the same in place of log h.
+    """
     return torch.log_softmax(log_h + log_pi[..., None, :], -1)
 
 

@@ -4,7 +4,8 @@ All of it is drawn before a round from streams keyed by (seed, purpose, round, d
 name: compared algorithms meet the same devices and samples, and neither executors nor resuming can change a draw.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from math import ceil
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -30,15 +31,92 @@ PURPOSES = (
     "weights",
     "probed",
     "answers",
+    "server",
+    "replies",
+    "placement",
+    "shadowing",
+    "clocks",
+    "channel",
+    "presence",
+    "rounding",
+    "packets",
+    "foreign",
 )
 
 
 def stream(seed: int, purpose: str, *where: int) -> np.random.Generator:
     """The random numbers of one purpose at one place."""
+    return np.random.Generator(np.random.Philox(_entropy(seed, purpose, *where)))
+
+
+def random_words(count: int, seed: int, purpose: str, *where: int) -> NDArray[np.int32]:
+    """Words of 32 random bits, keyed as `stream` is: for where as many are drawn as a model has parameters."""
+    pairs = np.random.SFC64(_entropy(seed, purpose, *where)).random_raw(-(-count // 2))
+    return pairs.astype("<u8", copy=False).view("<i4")[:count].astype(np.int32, copy=False)
+
+
+def _entropy(seed: int, purpose: str, *where: int) -> np.random.SeedSequence:
     words = [seed, PURPOSES.index(purpose), *where]
     # the same to NumPy, which looks at a list number by number: half the time
-    entropy = np.array(words, np.uint32) if 0 <= min(words) <= max(words) < 1 << 32 else words
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
+    return np.random.SeedSequence(np.array(words, np.uint32) if 0 <= min(words) <= max(words) < 1 << 32 else words)
+
+
+@cache
+def _key(seed: int, purpose: str) -> tuple[int, int]:
+    low, high = np.random.SeedSequence([seed, PURPOSES.index(purpose)]).generate_state(2).tolist()
+    return low, high
+
+
+def philox(
+    counter: Sequence[NDArray[np.uint64]] | NDArray[np.uint64], key: tuple[int, int]
+) -> list[NDArray[np.uint64]]:
+    """Philox4x32-10 (Salmon et al., 2011), of many counters at once: four words of 32 bits of each, in 64."""
+    a, b, c, d = counter
+    odd, even = np.array([a, c]), np.array([d, b])  # the two of `even` are swapped all along
+    shape = (2, *[1] * (odd.ndim - 1))
+    multipliers = MULTIPLIERS.reshape(shape)
+    for keys in _round_keys(key, shape):
+        products = odd * multipliers
+        even ^= products >> HALF
+        even ^= keys
+        odd, even = even[::-1], np.bitwise_and(products, WORD, products)
+    return [odd[0], even[1], odd[1], even[0]]
+
+
+@cache
+def _round_keys(key: tuple[int, int], shape: tuple[int, ...]) -> list[NDArray[np.uint64]]:
+    """Both words of the key in each of the ten rounds, the second first."""
+    low, high = key
+    words = [[(high + i * 0xBB67AE85) & 0xFFFFFFFF, (low + i * 0x9E3779B9) & 0xFFFFFFFF] for i in range(10)]
+    return [np.array(each, np.uint64).reshape(shape) for each in words]
+
+
+MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], np.uint64)
+HALF, WORD, LOW_BITS = np.uint64(32), np.uint64(0xFFFFFFFF), np.uint64(12)
+
+
+def uniforms(
+    seed: int, purpose: str, round: int | NDArray[np.int64], devices: NDArray[np.int64], count: int = 2
+) -> NDArray[np.float64]:
+    """Some numbers in (0, 1) for every device, [count, devices], keyed as `stream` is, but of all devices at once.
+
+    A device's numbers depend on nothing but (seed, purpose, round, device): not on which others are asked about.
+    `round` may be one for each device.
+    """
+    pairs = -(-count // 2)
+    counter = np.empty((4, pairs, len(devices)), np.uint64)
+    counter[0], counter[1], counter[2], counter[3] = devices, 0, round, np.arange(pairs, dtype=np.uint64)[:, None]
+    a, b, c, d = philox(counter, _key(seed, purpose))
+    words = np.empty((pairs, 2, len(devices)), np.uint64)
+    words[:, 0], words[:, 1] = (a << HALF) | b, (c << HALF) | d
+    found: NDArray[np.float64] = ((words >> LOW_BITS).astype(np.float64) + 0.5) * 2.0**-52
+    return found.reshape(2 * pairs, len(devices))[:count]
+
+
+def normal(u: NDArray[np.float64], v: NDArray[np.float64]) -> NDArray[np.float64]:
+    """sqrt(-2 log u) cos(2 pi v): standard normal, for u and v uniform in (0, 1), by Box and Muller."""
+    found: NDArray[np.float64] = np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * v)
+    return found
 
 
 class Work(NamedTuple):
@@ -95,6 +173,9 @@ class Drawn(NamedTuple):
 NOTHING_EXTRA: Mapping[str, Drawn] = {}
 
 
+Recordings = Sequence[NDArray[np.int64]] | Mapping[int, NDArray[np.int64]]
+
+
 class DeviceRound(NamedTuple):
     """One active device's part of a round."""
 
@@ -110,6 +191,8 @@ class DeviceRound(NamedTuple):
     views: NDArray[np.int64] | None = None  # [steps, rows + unlabelled rows]: for weak, then strong views of samples
     copies: int = 1  # how often it was drawn: it works once, and its upload counts as often
     extra: Mapping[str, Drawn] = NOTHING_EXTRA  # what the algorithm's own draws gave, by name
+    sends: bool = True  # whether it uses the uplink: not where an edge network leaves it no time to
+    weight: float = 1.0  # of its update in the general model, beside omega_i: see `fedcpsl.edge.weights`
 
 
 class Probe(NamedTuple):
@@ -142,7 +225,12 @@ def steps_per_epoch(n: int, m: int, work: Work, unlabelled: bool) -> int:
 
 def draw_active(seed: int, round: int, roster: Sequence[int] | NDArray[np.int64], active: int) -> list[int]:
     """m devices uniformly without replacement; a larger m adds devices to the same ones."""
-    return sorted(stream(seed, "participation", round).permutation(np.asarray(roster))[:active].tolist())
+    return sorted(draw_roster_order(seed, round, roster)[:active].tolist())
+
+
+def draw_roster_order(seed: int, round: int, roster: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """All devices of the roster in the order in which a round draws them."""
+    return stream(seed, "participation", round).permutation(np.asarray(roster))
 
 
 def draw_numbers(seed: int, round: int, count: int, skip: int = 0) -> NDArray[np.float64]:
@@ -162,6 +250,11 @@ def draw_by_weight(weights: NDArray[Any], numbers: NDArray[np.float64]) -> dict[
     drawn = np.minimum(np.searchsorted(sums, numbers * sums[-1], side="right"), last)
     devices, copies = np.unique(drawn, return_counts=True)
     return dict(zip(devices.tolist(), copies.tolist(), strict=True))
+
+
+def draw_order(seed: int, purpose: str, count: int, *where: int) -> NDArray[np.int64]:
+    """An order of samples: of those that the server holds in a round, or of a device's labelled ones after it."""
+    return stream(seed, purpose, *where).permutation(count)
 
 
 def draw_steps(seed: int, round: int, device: int, sizes: Sizes, work: Work, unlabelled: bool) -> int:
@@ -189,7 +282,7 @@ def draw_tasks(
     dropout: bool,
     views: bool = False,
     extra: Sequence[Draw] = (),
-    recordings: Sequence[NDArray[np.int64]] | None = None,
+    recordings: Recordings | None = None,
 ) -> list[DeviceRound]:
     """What given devices do in a round: their steps and samples, and whose upload is lost."""
     plan = []
@@ -209,6 +302,33 @@ def draw_tasks(
     return plan
 
 
+def with_steps(task: DeviceRound, steps: int, extra: Sequence[Draw], again: Callable[[Draw], Drawn]) -> DeviceRound:
+    """A device's part of a round with fewer steps, the first of those drawn; `again` draws what depends on how many."""
+    if steps == task.steps:
+        return task
+
+    def cut(rows: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
+        return None if rows is None else rows[:steps]
+
+    own = {
+        draw.name: again(draw)
+        if draw.of == "step"
+        else drawn
+        if draw.per_visit
+        else Drawn(drawn.rows[:steps], cut(drawn.keys))
+        for draw in extra
+        if (drawn := task.extra[draw.name])
+    }
+    return task._replace(
+        steps=steps,
+        labelled=task.labelled[:steps],
+        unlabelled=task.unlabelled[:steps],
+        keys=cut(task.keys),
+        views=cut(task.views),
+        extra=own,
+    )
+
+
 def draw_extra(
     draw: Draw,
     seed: int,
@@ -217,7 +337,7 @@ def draw_extra(
     steps: int,
     sizes: Sizes,
     work: Work,
-    recordings: Sequence[NDArray[np.int64]] | None = None,
+    recordings: Recordings | None = None,
     *,
     dropout: bool = False,
 ) -> Drawn:

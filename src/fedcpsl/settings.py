@@ -105,15 +105,17 @@ def is_sizes(value: Any) -> bool:
 Numbers = float | list[float]
 AUTO = "auto"
 SEARCH = "search"
+DEFAULT_ALGORITHM = "fedcpsl2"  # of a new run, classifier or server that names none
+UNNAMED_ALGORITHM = "fedcpsl"  # of a saved file that names none: a run's config, a study, a server's job; never changes
 FAMILY = ("fedcpsl", "fedshvr", "fedshvrp", "apfl", "apfsl", "fedavg", "scaffold", "local", "local-pseudo")
 
 
 @dataclass(frozen=True)
 class Data:
-    """Where the samples come from and who holds them."""
+    """Where the samples come from, and which device holds each."""
 
     dataset: str = text(
-        "digits", "digits (ships with scikit-learn), mnist, fashion-mnist, cifar10, har, synthetic; own: see file"
+        "digits", "digits (ships with scikit-learn), mnist, fashion-mnist, cifar10, har, synthetic; own: data.file"
     )
     file: str = text("", "your own data: an .npz, .csv, .tsv or .parquet file, or a folder device/label/*.png")
     dir: str = text("", "folder where data sets are looked for before they are downloaded; FEDCPSL_DATA by default")
@@ -124,10 +126,11 @@ class Data:
     missing_labels: str = choice(
         "unlabelled", "labels such as NA, null, none, ? and unknown: no label, or a class", "unlabelled", "class"
     )
-    devices: int = whole(20, "how many devices share a data set that has none of its own", 1)
+    devices: int = whole(20, "number of devices among which data without devices of its own is divided", 1)
     partition: str = choice(
         AUTO,
-        "how devices share the samples: distinct classes, shards, dirichlet, unequal quantity, iid, or as in the data",
+        "how samples are divided among devices: by distinct classes, in shards, with dirichlet shares, in unequal "
+        "quantity, iid, or as in the data (natural)",
         AUTO,
         "classes",
         "shards",
@@ -152,19 +155,33 @@ class Data:
         is_labelled_share,
     )
     labelled_by: str = choice(
-        "device", "whether each device keeps that share of its labels, or all together", "device", "overall"
+        "device", "whether that share is of each device's labels, or of the labels of all devices", "device", "overall"
     )
-    stratified: bool = choice(False, "keep labels class by class, in proportion", True, False)
-    labelled_devices: int | str = whole("all", "how many devices, drawn by the seed, have labels", 1, also=("all",))
+    stratified: bool = choice(False, "keep the same share of labels of every class", True, False)
+    labelled_devices: int | str = whole("all", "number of devices, drawn at random, that have labels", 1, also=("all",))
     test: float = real(
         0.2,
-        "share of each device's samples that is its test set (unless the data says)",
+        "share of each device's samples with known class that is its test set, unless the data marks tests itself",
         0,
         1,
         open_ends="[]",
     )
+    foreign_test: float = real(
+        0.0,
+        "share of each device's test set that is exchanged with other devices: tests unlike its training data",
+        0,
+        1,
+    )
     validation: float = real(
         0.0, "share of each device's remaining samples that is kept for choosing settings", 0, 1, open_ends="]"
+    )
+    server: float = real(
+        0.0,
+        "share of each device's remaining samples that the server holds, with labels, in place of the device; only "
+        "semipfl uses them",
+        0,
+        1,
+        open_ends="]",
     )
     axes: str = text(
         AUTO, "channels of windows that are a sensor's x, y and z, as in 0 1 2, 3 4 5, for views; auto: those of har"
@@ -193,10 +210,12 @@ class Model:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """FedCPSL and its family: the numbers, and switches that take single parts out or put them in."""
+    """FedCPSL and its family: numbers, and switches that turn single parts of the method on or off."""
 
     name: str = text(
-        "fedcpsl", "fedcpsl, apfsl, apfl, fedshvrp, fedshvr, scaffold, fedavg, or local and local-pseudo: no server"
+        UNNAMED_ALGORITHM,
+        "fedcpsl2; FedCPSL's family: fedcpsl, apfsl, apfl, fedshvrp, fedshvr, scaffold, fedavg, and without a server "
+        "local, local-pseudo; by others: ditto, pfedme, fedprox and more, see docs/algorithms.md",
     )
     beta: Numbers = setting_of(
         0.75,
@@ -204,7 +223,7 @@ class Algorithm:
         "a number from 0 to 1, or a list of them",
         is_share_or_list,
     )
-    gamma: float = real(0.8, "local momentum", 0, 1, open_ends="]")
+    gamma: float = real(0.8, "momentum of local steps", 0, 1, open_ends="]")
     eta: float | str = real(
         AUTO,
         "step size of the global model; auto: the paper's for mnist and cifar10, 0.05 otherwise",
@@ -214,7 +233,7 @@ class Algorithm:
     )
     eta_lc: float | str = real(
         AUTO,
-        "step size of the localized model; auto: 2 eta for fedcpsl and local, eta for apfl and apfsl",
+        "step size of the localized model; auto: 2 eta for fedcpsl, local and local-pseudo, else eta",
         0,
         open_ends="[",
         also=(AUTO,),
@@ -228,18 +247,18 @@ class Algorithm:
     labels_from: str = choice(
         "global", "the model that makes pseudo-labels; mixture is not in the paper", "global", "mixture"
     )
-    warm_up: int = whole(0, "active rounds of a device before it uses pseudo-labels; beyond the paper", 0)
+    warm_up: int = whole(0, "active rounds of a device before it uses pseudo-labels; not in the paper", 0)
     eta_v: float = real(1.0, 'step size of pseudo-labels (pseudo_labels = "gradient")', 0, open_ends="[")
     unlabelled: bool | str = choice(AUTO, "use unlabelled data", AUTO, True, False)
     personal: bool | str = choice(AUTO, "keep a localized model on every device", AUTO, True, False)
-    control_variates: bool | str = choice(AUTO, "client variance reduction", AUTO, True, False)
-    momentum: bool | str = choice(AUTO, "local momentum", AUTO, True, False)
+    control_variates: bool | str = choice(AUTO, "correct local steps by control variates", AUTO, True, False)
+    momentum: bool | str = choice(AUTO, "whether local steps have momentum", AUTO, True, False)
     normalised: bool | str = choice(AUTO, "divide updates by the effective steps", AUTO, True, False)
 
 
 @dataclass(frozen=True)
 class Work:
-    """Who takes part in a round and how much each does."""
+    """Which devices take part in a round, and how many local steps each takes."""
 
     rounds: int = whole(100, "communication rounds", 1)
     active: int | str = whole(
@@ -247,7 +266,7 @@ class Work:
     )
     unit: str = choice(
         "epochs",
-        "what `amount` counts; hlu draws a number of epochs for each device and round",
+        "unit of `amount`; hlu (heterogeneous local updates) draws a number of epochs for each device and round",
         "epochs",
         "steps",
         "hlu",
@@ -264,31 +283,33 @@ class Work:
         False,
     )
     personal_rounds: int = whole(
-        0, "rounds after the last in which every device trains its localized model alone, sending nothing", 0
+        0, "further rounds at the end, in which every device trains only its own model and sends nothing", 0
     )
     two_phase: bool = choice(
-        False, "no personal model before the personal rounds, which then start from scratch", True, False
+        False, "train localized models only in the personal rounds, from the initial weights", True, False
     )
     batch_labelled: int = whole(32, "labelled samples in a minibatch", 1)
     batch_unlabelled: int = whole(32, "unlabelled samples in a minibatch", 1)
     loss_rate: float = real(0.0, "probability that an upload is lost on its way", 0, 1)
-    joiners: int = whole(0, "devices (the last ones) that join late", 0)
-    join_round: int = whole(1, "the round after which they join", 1)
+    joiners: int = whole(0, "number of devices (the last ones) that join late", 0)
+    join_round: int = whole(1, "the round after which the joiners join", 1)
 
 
 @dataclass(frozen=True)
 class Run:
-    """How it is computed and what is kept."""
+    """How a run is computed, and what is saved."""
 
-    seed: int = whole(0, "seed of everything random: split, start, devices, samples", 0)
+    seed: int = whole(0, "seed of all random choices: split, initial weights, active devices, minibatches", 0)
     executor: str = choice(
         AUTO,
-        "one device after another, or side by side; auto: side by side where it is faster",
+        "compute devices one after another, or side by side in one program; auto: side by side where it is faster",
         AUTO,
         "sequential",
         "vectorised",
     )
-    slots: int = whole(0, "maximum of devices side by side; 0: all active ones, or what executor auto finds faster", 0)
+    slots: int = whole(
+        0, "maximum number of devices side by side; 0: all active ones, or as many as executor auto finds fastest", 0
+    )
     processes: int | str = whole(
         AUTO,
         "processes that share a round's devices; auto: one per core on Linux, 1 where there is a GPU",
@@ -297,7 +318,7 @@ class Run:
     )
     store: str = choice(
         AUTO,
-        "where device states live; auto: on the accelerator if all fit, else in memory or on disk",
+        "where device states are kept; auto: on the accelerator if all fit, else in memory or on disk",
         AUTO,
         "accelerator",
         "host",

@@ -23,6 +23,7 @@ from fedcpsl.schedule import draw_steps, stream, work_of
 from fedcpsl.settings import SEARCH
 from fedcpsl.simulation import Setup, State, simulate_together
 from fedcpsl.simulation import prepare as prepare_with_step_size
+from fedcpsl.simulation.setup import choose_eta
 
 CANDIDATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 NEARLY, WORSE = 1.25, 2.0  # times the least loss: good enough; too bad for a margin, and not to try larger ones
@@ -32,8 +33,12 @@ STEPS = 600  # of a candidate, where more rounds are needed for so many
 HELD_BACK = 5  # one of so many labels
 
 
+class NothingToHoldBackError(InputError):
+    """No device has two labels."""
+
+
 class StepSizeSearch(NamedTuple):
-    """What a search found, and what it cost."""
+    """What a search found, and what it cost; no losses where there was nothing to search with."""
 
     eta: float
     losses: dict[float, float]  # of candidates on the labels held back; infinite where one diverged or was not tried
@@ -48,6 +53,8 @@ class StepSizeSearch(NamedTuple):
         return {"eta": self.eta, "losses": losses, "rounds": self.rounds, "steps": self.steps, "seconds": self.seconds}
 
     def __str__(self) -> str:
+        if not self.losses:
+            return f"step size {self.eta:g}, not searched: no device has two labels, one of which could be held back"
         return (
             f"step size {self.eta:g}, found in {self.seconds:.1f} s: candidates from {CANDIDATES[0]:g} up, "
             f"{self.rounds} rounds each, {self.steps} local steps in all"
@@ -62,12 +69,16 @@ def prepare(
     run: settings.Run | None = None,
     costs: Costs | None = None,
     beside: Setup | None = None,
+    edge: settings.Edge | None = None,
 ) -> Setup:
-    """As `fedcpsl.simulation.prepare`, and with `eta = "search"` with the step size that a search finds."""
-    if algorithm is not None:
-        given = work or settings.Work(), run or settings.Run()
-        algorithm = with_step_size(federation, model, algorithm, *given, costs)
-    return prepare_with_step_size(federation, model, algorithm, work, run, costs, beside)
+    """Prepare a run as `fedcpsl.simulation.prepare` does, with fedcpsl2 where no algorithm is given.
+
+    Where `eta` is "search", as it is by default in fedcpsl2, the step size is searched first, by short runs.
+    """
+    given = work or settings.Work(), run or settings.Run()
+    algorithm = settings.new_config({}).algorithm if algorithm is None else algorithm
+    algorithm = with_step_size(federation, model, algorithm, *given, costs)
+    return prepare_with_step_size(federation, model, algorithm, work, run, costs, beside, edge)
 
 
 def with_step_size(
@@ -94,7 +105,10 @@ def search_eta(
 ) -> StepSizeSearch:
     """Try step sizes in short runs of the first devices, and choose by the likelihood of labels held back."""
     began = time.monotonic()
-    held = labels_held_back(federation, run.seed)
+    try:
+        held = labels_held_back(federation, run.seed)
+    except NothingToHoldBackError:
+        return StepSizeSearch(choose_eta(settings.AUTO, "", work.unit), {}, 0, 0, time.monotonic() - began)
     active = min(4 if work.active == settings.AUTO else int(work.active), held.devices)
     rounds = short_rounds(held, algorithm, work, active)
     short = replace(work, rounds=rounds, active=active, personal_rounds=0, two_phase=False, joiners=0, loss_rate=0.0)
@@ -121,7 +135,7 @@ def chosen_eta(losses: Mapping[float, float]) -> float:
     """The largest candidate that is nearly as good as the best, where the next larger one is not much worse.
 
     What a short run bears can be too much for a long one: that is the margin. Where it would leave only step sizes that
-    are much worse than the best, the best is taken.
+    are much worse than the best, it is half as wide: the geometric mean of the best and the candidate below it.
     """
     best = min(losses.values())
     if not isfinite(best):
@@ -129,8 +143,15 @@ def chosen_eta(losses: Mapping[float, float]) -> float:
     safe = [eta for eta, larger in pairwise(CANDIDATES) if losses[larger] <= WORSE * best] or CANDIDATES[:1]
     least = min(losses[eta] for eta in safe)
     if least > WORSE * best:
-        return min(CANDIDATES, key=lambda eta: losses[eta])
+        top = min(CANDIDATES, key=lambda eta: losses[eta])
+        below = CANDIDATES[max(CANDIDATES.index(top) - 1, 0)]
+        return round_to(2, (top * below) ** 0.5)
     return max(eta for eta in safe if losses[eta] <= NEARLY * least)
+
+
+def round_to(digits: int, number: float) -> float:
+    """A number with some significant digits."""
+    return float(f"{number:.{digits}g}")
 
 
 def short_rounds(federation: Federation, algorithm: Any, work: settings.Work, active: int) -> int:
@@ -158,7 +179,7 @@ def labels_held_back(federation: Federation | OnDemand, seed: int) -> Federation
     rng = stream(seed, "step_size")
     judged = np.concatenate([_some(np.flatnonzero((device == i) & (role == LABELLED)), rng) for i in chosen])
     if not len(judged):
-        raise InputError('algorithm.eta = "search": needs a device with two labels or more; give a number')
+        raise NothingToHoldBackError('algorithm.eta = "search": needs a device with two labels or more; give a number')
     role[whole.role > UNLABELLED] = -1
     role[judged] = TEST
     kept = np.flatnonzero((role >= 0) & (device < len(chosen)))

@@ -65,8 +65,13 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append one line; if it cannot be written completely, the file is restored to its former length."""
-    raw = (line + "\n").encode()
+    """Append one line, and wait until it is on disk; if that fails, the file is restored to its former length."""
+    append_text(path, line + "\n", sync=True)
+
+
+def append_text(path: Path, text: str, *, sync: bool = False) -> None:
+    """Append whole lines; if they cannot be written completely, the file is restored to its former length."""
+    raw = text.encode()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
     try:
         before = os.lseek(descriptor, 0, os.SEEK_END)
@@ -74,13 +79,24 @@ def append_line(path: Path, line: str) -> None:
             written = os.write(descriptor, raw)
             if written < len(raw):
                 raise OSError(28, os.strerror(28))
-            os.fsync(descriptor)
+            if sync:
+                os.fsync(descriptor)
         except OSError as error:
             with suppress(OSError):
                 os.ftruncate(descriptor, before)
             raise RunError(f"{path}: cannot be written: {error.strerror}; its earlier lines are intact") from error
     finally:
         os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until what was appended to a file is on disk; nothing where there is no file."""
+    if path.exists():
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def make_folder(folder: Path, *, private: bool = False) -> None:
@@ -250,7 +266,7 @@ def numbers_of(path: Path) -> dict[str, Any]:
         raise RunError(f"{path}: corrupt ({error}); {_advice(path)}") from error
 
 
-def load_tensors(path: Path) -> "tuple[dict[str, Tensor], dict[str, int]]":
+def load_tensors(path: Path) -> "tuple[dict[str, Tensor], dict[str, Any]]":
     """Return the tensors and numbers that `save_tensors` wrote; RunError if the file was changed since."""
     from safetensors import SafetensorError, safe_open
 

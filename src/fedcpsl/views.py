@@ -18,6 +18,7 @@ from fedcpsl.errors import InputError
 View = Callable[[Tensor, Tensor], Tensor]
 KINDS = ("image", "window", "table")
 STRONG = "strong "  # before a kind: no weak views
+MOST_PIXEL_SOURCES = 1 << 18  # that are kept for all moves of an image; with more, those of each view are computed
 PLACE, SHADE, NOISE, TURN = range(4)  # streams of random numbers of one key
 
 
@@ -124,55 +125,73 @@ def _per_row(number: Tensor, x: Tensor) -> Tensor:
     return number.reshape(number.shape + (1,) * (x.dim() - number.dim()))
 
 
-def _whole(u: Tensor, most: int) -> Tensor:
-    """Whole numbers from -most to most, all as likely."""
-    return (u * (2 * most + 1)).to(torch.int64).clamp_max(2 * most) - most
+def _whole(u: Tensor, count: int) -> Tensor:
+    """Whole numbers from 0 to count - 1, all as likely."""
+    return (u * count).to(torch.int64).clamp_max(count - 1)
 
 
-def _moved(x: Tensor, by: Tensor, dim: int, mirrored: Tensor | None = None) -> Tensor:
-    """x moved along a dimension by a number of places per row, its edge repeated; mirrored where that is true."""
-    size = x.shape[dim]
-    at = (torch.arange(size, device=x.device) + by[..., None]).clamp(0, size - 1)
-    if mirrored is not None:
-        at = torch.where(mirrored[..., None], size - 1 - at, at)
-    shape = [*at.shape[:-1], *[1] * (x.dim() - at.dim() + 1)]
-    shape[dim] = size
-    return x.gather(dim, at.reshape(shape).expand(x.shape))
+@lru_cache(maxsize=64)
+def _sources(size: int, most: int, device: torch.device) -> Tensor:
+    """Where each of `size` places is read from after a move by -most to most places, the edge repeated; then mirrored.
+
+    [2 (2 most + 1), size]
+    """
+    moves, places = torch.arange(-most, most + 1, device=device), torch.arange(size, device=device)
+    at = (places + moves[:, None]).clamp(0, size - 1)
+    return torch.cat([at, size - 1 - at])
 
 
 def shifted_images(x: Tensor, keys: Tensor, most: int, mirror: bool) -> Tensor:
     """Images [..., rows, channels, height, width] shifted by up to `most` pixels; half of them mirrored, if at all."""
-    u = _uniform(keys, PLACE, 3, x)
-    mirrored = u[..., 2] < 0.5 if mirror else None
-    return _moved(_moved(x, _whole(u[..., 0], most), -2), _whole(u[..., 1], most), -1, mirrored)
+    u, (height, width), moves = _uniform(keys, PLACE, 3, x), x.shape[-2:], 2 * most + 1
+    move = _whole(u[..., :2], moves)
+    across = move[..., 1] + moves * (u[..., 2] < 0.5) if mirror else move[..., 1]
+    if moves * 2 * moves * height * width <= MOST_PIXEL_SOURCES:
+        at = _pixel_sources(height, width, most, x.device)[move[..., 0] * 2 * moves + across]
+    else:
+        row, column = _sources(height, most, x.device)[move[..., 0]], _sources(width, most, x.device)[across]
+        at = (row[..., :, None] * width + column[..., None, :]).flatten(-2)
+    return x.flatten(-2).gather(-1, at[..., None, :].expand(*x.shape[:-2], height * width)).view(x.shape)
+
+
+@lru_cache(maxsize=16)
+def _pixel_sources(height: int, width: int, most: int, device: torch.device) -> Tensor:
+    """Where each pixel is read from after every move down and across, [moves down * moves across, height * width]."""
+    down, across = _sources(height, most, device)[: 2 * most + 1], _sources(width, most, device)
+    return (down[:, None, :, None] * width + across[:, None, :]).flatten(2).flatten(0, 1)
 
 
 def shaded(x: Tensor, keys: Tensor, contrast: float, brightness: float) -> Tensor:
-    """mean + U(1 - contrast, 1 + contrast) (x - mean) + U(-brightness, brightness), with each image's own mean."""
+    """s x + (1 - s) mean + b: contrast s = U(1 - contrast, 1 + contrast) about each image's mean, and brightness b."""
     u = 2 * _uniform(keys, SHADE, 2, x) - 1
-    mean = x.mean((-1, -2, -3), keepdim=True)
-    return (x - mean) * _per_row(1 + contrast * u[..., 0], x) + mean + _per_row(brightness * u[..., 1], x)
+    scale, more = 1 + contrast * u[..., 0], brightness * u[..., 1]
+    return torch.addcmul(_per_row(torch.addcmul(more, 1 - scale, x.mean((-1, -2, -3))), x), x, _per_row(scale, x))
 
 
 def without_square(x: Tensor, keys: Tensor, side: int) -> Tensor:
     """Images with a square of pixels set to zero, its centre anywhere in the image, cut at the border."""
-    height, width = x.shape[-2:]
-    u = _uniform(keys, NOISE, 2, x)
-    blank = _near(u[..., 0], height, side, x)[..., :, None] & _near(u[..., 1], width, side, x)[..., None, :]
-    return x.masked_fill(blank[..., None, :, :], 0)
+    u, (height, width) = _uniform(keys, NOISE, 2, x), x.shape[-2:]
+    row, column = _near(u[..., 0], height, side, x), _near(u[..., 1], width, side, x)
+    return x * (1 - row[..., :, None] * column[..., None, :])[..., None, :, :]
 
 
 def _near(u: Tensor, size: int, count: int, x: Tensor) -> Tensor:
-    """Which places of a dimension are among `count` in a row around a random one, [..., rows, size]."""
-    centre = (u * size).to(torch.int64).clamp_max(size - 1)
-    first = centre - (count - 1) // 2
-    along = torch.arange(size, device=x.device)
-    return (along >= first[..., None]) & (along < first[..., None] + count)
+    """1 for the places of a dimension that are among `count` around a random one, else 0; [..., rows, size]."""
+    return _neighbours(size, count, x.device, x.dtype)[_whole(u, size)]
+
+
+@lru_cache(maxsize=64)
+def _neighbours(size: int, count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """1 for the places that are among `count` in a row around each place, [size, size]."""
+    along = torch.arange(size, device=device)
+    first = along[:, None] - (count - 1) // 2
+    return ((along >= first) & (along < first + count)).to(dtype)
 
 
 def shifted_in_time(x: Tensor, keys: Tensor, most: int) -> Tensor:
     """Windows [..., rows, channels, time] shifted by up to `most` readings."""
-    return _moved(x, _whole(_uniform(keys, PLACE, 1, x)[..., 0], most), -1)
+    at = _sources(x.shape[-1], most, x.device)[_whole(_uniform(keys, PLACE, 1, x)[..., 0], 2 * most + 1)]
+    return x.gather(-1, at[..., None, :].expand(x.shape))
 
 
 def scaled(x: Tensor, keys: Tensor, most: float) -> Tensor:
@@ -190,7 +209,7 @@ def with_noise(x: Tensor, keys: Tensor, deviation: float) -> Tensor:
 def without_readings(x: Tensor, keys: Tensor, count: int) -> Tensor:
     """Windows with `count` readings in a row set to zero, of all channels."""
     blank = _near(_uniform(keys, PLACE, 2, x)[..., 1], x.shape[-1], count, x)
-    return x.masked_fill(blank[..., None, :], 0)
+    return x * (1 - blank)[..., None, :]
 
 
 def rotated(x: Tensor, keys: Tensor, axes: tuple[Axes, ...], most: float) -> Tensor:

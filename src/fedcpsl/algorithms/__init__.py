@@ -8,6 +8,7 @@ from typing import Any, cast
 from fedcpsl.algorithm import Algorithm, Traits
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.problem import Costs
+from fedcpsl.settings import FAMILY
 
 
 @cache
@@ -21,6 +22,17 @@ def all_algorithms() -> dict[str, tuple[Algorithm, Any]]:
                 raise ValueError(f"algorithms/{found.name}.py: {name!r} is the name of another algorithm already")
             known[name] = (file, variant)
     return known
+
+
+GROUPS = ("all", "family", "related")  # of algorithms, wherever several are named
+
+
+def members(group: str) -> list[str]:
+    """The algorithms of a group: all, the paper's family, or what is neither of it nor its successor; family first."""
+    successor = "fedcpsl2"
+    others = sorted(name for name in all_algorithms() if name not in FAMILY)
+    related = [name for name in others if not name.startswith(successor)]
+    return {"all": [*FAMILY, *others], "family": list(FAMILY), "related": related}[group]
 
 
 def find_algorithm(name: str) -> tuple[Algorithm, Any]:

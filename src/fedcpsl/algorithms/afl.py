@@ -28,9 +28,9 @@ class Settings:
 
     name: str = text("afl", "the algorithm")
     eta: float | str = real(AUTO, "step size", 0, open_ends="[", also=(AUTO,))
-    eta_lambda: float = real(0.01, "step size of the devices' weights; 0: they stay as they begin", 0)
+    eta_lambda: float = real(0.01, "step size of the devices' weights; 0: they stay constant", 0)
     lambda_init: str = choice("uniform", "weights at the start: equal, or by labelled samples", "uniform", "samples")
-    batch_p: int = whole(32, "labelled samples of a device that its loss is taken on", 1)
+    batch_p: int = whole(32, "labelled samples of a device on which its loss is computed", 1)
 
 
 class Hyper(NamedTuple):

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from fedcpsl import averaging
 from fedcpsl.algorithm import Method, Traits
-from fedcpsl.averaging import Broadcast, Upload, add_labelled_gradient, descend, model_of, per_slot, stacked
-from fedcpsl.engine import Leaves
+from fedcpsl.averaging import Broadcast, Upload, descend, model_of, stacked
+from fedcpsl.engine import Leaves, differences
 from fedcpsl.errors import InputError
-from fedcpsl.problem import Samples
+from fedcpsl.problem import LabelledCosts, Samples
 from fedcpsl.schedule import Sizes
 from fedcpsl.settings import AUTO, real, text
 
@@ -25,9 +25,11 @@ class Settings:
     """Ditto's own."""
 
     name: str = text("ditto", "the algorithm")
-    eta: float | str = real(AUTO, "step size of the model for all", 0, open_ends="[", also=(AUTO,))
-    eta_lc: float | str = real(AUTO, "step size of a device's own model; auto: eta", 0, open_ends="[", also=(AUTO,))
-    lam: float = real(1.0, "how strongly a device's own model is pulled towards the one for all; 0: not at all", 0)
+    eta: float | str = real(AUTO, "step size of the global model", 0, open_ends="[", also=(AUTO,))
+    eta_lc: float | str = real(
+        AUTO, "step size of a device's personal model; auto: eta", 0, open_ends="[", also=(AUTO,)
+    )
+    lam: float = real(1.0, "weight of the proximal term that pulls a personal model towards the global one; 0: none", 0)
 
 
 class Hyper(NamedTuple):
@@ -48,7 +50,7 @@ class Local(NamedTuple):
     """One device's working state in a round: w, then v; v alone in a personal round."""
 
     models: Leaves  # [..., 1 or 2, *shape] each
-    start: Leaves  # [..., *shape] each: theta^r
+    start: Leaves  # [..., 1, *shape] each: theta^r
     costs: Tensor  # [..., 1 or 2]
 
 
@@ -67,6 +69,7 @@ contribution, apply, admit, general_model, received_model, predict = (
     averaging.received_model,
     averaging.predict_own,
 )
+reweighted, late = averaging.reweighted, averaging.late
 
 
 def decided(settings: Settings, _: Method, eta: float) -> Settings:
@@ -94,28 +97,23 @@ def init_device(_: Method, broadcast: Broadcast) -> Device:
 def begin(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device) -> Local:
     """w = theta^r; v as the device kept it."""
     trained = [device.v] if method.personal_round else [broadcast.theta, device.v]
-    start = method.network.split(broadcast.theta.expand(*hyper.eta.shape, -1))
+    start = stacked(method, hyper, broadcast.theta)
     return Local(stacked(method, hyper, *trained), start, hyper.eta.new_zeros(*hyper.eta.shape, len(trained)))
 
 
 def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     """w <- w - eta g(w; B) and v <- v - eta_lc (g(v; B) + lam (v - theta^r)), on the same minibatch."""
-    gradient = pull(hyper.lam, local.models, local.start)
-    costs = add_labelled_gradient(method, gradient, local.models, samples)
-    etas = [hyper.eta_lc] if method.personal_round else [hyper.eta, hyper.eta_lc]
-    descend(local.models, torch.stack(etas, -1), gradient)
+    v = own_leaves(local.models, hyper.eta.dim())
+    away = differences(v, local.start)
+    etas = torch.stack([hyper.eta_lc] if method.personal_round else [hyper.eta, hyper.eta_lc], -1)
+    costs = method.network.descend(local.models, etas, *samples.inputs, LabelledCosts(samples))
+    descend(v, (hyper.eta_lc * hyper.lam)[..., None], away)
     return local._replace(costs=local.costs + costs)
 
 
-def pull(lam: Tensor, models: Leaves, start: Leaves) -> Leaves:
-    """lam (v - theta^r) for v, the last of the models, and 0 for w."""
-    lead, pulls = lam.dim(), []
-    for leaf, first in zip(models, start, strict=True):
-        towards = torch.zeros_like(leaf)
-        v = leaf.select(lead, -1)
-        towards.select(lead, -1).copy_(per_slot(lam, v) * (v - first))
-        pulls.append(towards)
-    return tuple(pulls)
+def own_leaves(models: Leaves, lead: int) -> Leaves:
+    """v, the last of the models, [..., 1, *shape] each: views."""
+    return tuple(leaf.narrow(lead, leaf.shape[lead] - 1, 1) for leaf in models)
 
 
 def costs(local: Local) -> Tensor:

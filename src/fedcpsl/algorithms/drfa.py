@@ -29,9 +29,9 @@ class Settings:
 
     name: str = text("drfa", "the algorithm")
     eta: float | str = real(AUTO, "step size", 0, open_ends="[", also=(AUTO,))
-    eta_lambda: float = real(0.01, "step size of the devices' weights; 0: they stay as they begin", 0)
+    eta_lambda: float = real(0.01, "step size of the devices' weights; 0: they stay constant", 0)
     lambda_init: str = choice("uniform", "weights at the start: equal, or by labelled samples", "uniform", "samples")
-    batch_p: int = whole(32, "labelled samples of a device that its loss is taken on", 1)
+    batch_p: int = whole(32, "labelled samples of a device on which its loss is computed", 1)
 
 
 class Server(NamedTuple):
@@ -140,6 +140,8 @@ def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
 
 def chosen(where: Tensor, models: Leaves, others: Leaves) -> Leaves:
     """Of each slot the model, or the other one, leaf by leaf."""
+    if not where.is_cuda and not where.any():  # known here, and the case in most steps
+        return others
     return tuple(torch.where(per_slot(where, w), w, z) for w, z in zip(models, others, strict=True))
 
 

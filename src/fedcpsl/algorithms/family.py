@@ -419,20 +419,34 @@ def update_rate(hyper: Hyper, upload: Upload) -> Tensor:
 
 def contribution(method: Method, hyper: Hyper, upload: Upload, weight: Tensor) -> Sum:
     """omega_i (theta_i^{r+1} - theta^r) / Q~ (not divided where not normalised), and what c needs."""
+    parts = _parts(method)
+    return sum_of(hyper, upload, weight, normalised=parts.normalised, corrects=parts.control_variates)
+
+
+def sum_of(hyper: Any, upload: Upload, weight: Tensor, *, normalised: bool, corrects: bool) -> Sum:
+    """The `Sum` of one upload: its update, divided by Q~ or not, and what c needs, where there is one."""
     effective = effective_steps(hyper.gamma, upload.steps)
-    share = weight / effective if _parts(method).normalised else weight
+    share = weight / effective if normalised else weight
     return Sum(
         update=share[..., None] * upload.delta,
-        control=(
-            weight[..., None] * mean_gradient(hyper, upload)
-            if _parts(method).control_variates
-            else upload.delta[..., :0]
-        ),
+        control=weight[..., None] * mean_gradient(hyper, upload) if corrects else upload.delta[..., :0],
         weight=weight,
         steps=upload.steps.to(weight.dtype),
         effective_steps=effective,
         counted=torch.ones_like(weight),
     )
+
+
+def reweighted(total: Sum, factor: Tensor) -> Sum:
+    """w_i omega_i (theta_i^{r+1} - theta^r) / Q~: theta's terms alone, times a factor; c keeps omega_i."""
+    return total._replace(update=factor[..., None] * total.update)
+
+
+def late(method: Method, total: Sum, sent: Broadcast, server: Server, weight: Tensor) -> Sum:
+    """omega_i (c^s - c^r) is added to what c needs: the device answers, and its c_i changes by, the c^s it was sent."""
+    if not _parts(method).control_variates:
+        return total
+    return total._replace(control=total.control + weight[..., None] * (sent.c - server.c))
 
 
 def apply(method: Method, server: Server, total: Sum, devices: int) -> Server:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedcpsl import averaging
 from fedcpsl.algorithm import Method, Roster, Traits
-from fedcpsl.averaging import Upload, add_labelled_gradient, descend, model_of, per_slot, stacked
+from fedcpsl.averaging import Upload, descend_labelled_towards, model_of, stacked
 from fedcpsl.engine import Leaves
 from fedcpsl.errors import InputError
 from fedcpsl.problem import Samples
@@ -26,11 +26,11 @@ class Settings:
 
     name: str = text("fedamp", "the algorithm")
     eta: float | str = real(AUTO, "step size", 0, open_ends="[", also=(AUTO,))
-    attention: str = choice("exponential", "how alike models are: by distance, or by angle", "exponential", "cosine")
+    attention: str = choice("exponential", "similarity of models: by distance, or by angle", "exponential", "cosine")
     sigma: float = real(100.0, "squared distance at which attraction fades (exponential)", 0, open_ends="[")
     alpha: float | str = real(AUTO, "step of the attraction; auto: sigma / N", 0, open_ends="[", also=(AUTO,))
     lam: float | str = real(AUTO, "weight of the pull towards the cloud model; auto: 0.01 alpha", 0, also=(AUTO,))
-    scale: float = real(25.0, "how sharply the most alike are preferred (cosine)", 0)
+    scale: float = real(25.0, "how strongly the most similar models are preferred (cosine)", 0)
     self_weight: float | str = real(AUTO, "weight of a device's own model (cosine); auto: 1/N", 0, 1, also=(AUTO,))
 
 
@@ -117,29 +117,31 @@ def broadcast_each(method: Method, server: Server, devices: Tensor) -> Broadcast
     """u_i = W_i + sum_{j in S, j != i} xi_ij (W_j - W_i), for some devices, [devices, parameters]."""
     settings = method.rules
     assert isinstance(settings, Settings)
-    return Broadcast(torch.stack([cloud_model(settings, server, i) for i in devices.tolist()]))
+    return Broadcast(cloud_models(settings, server, devices))
 
 
-def cloud_model(settings: Settings, server: Server, i: int) -> Tensor:
-    """u_i, a step down the gradient of the attraction between W_i and the models of S."""
-    away = server.models - server.models[i]
-    others = server.counted.bool() & (torch.arange(len(away), device=away.device) != i)
-    attention = (exponential if settings.attention == "exponential" else cosine)(settings, server, away, i, others)
-    return server.models[i] + attention @ away
+def cloud_models(settings: Settings, server: Server, devices: Tensor) -> Tensor:
+    """u_i, a step down the gradient of the attraction between W_i and the models of S, [devices, parameters]."""
+    every = torch.arange(len(server.models), device=devices.device)
+    others = server.counted.bool() & (every != devices[:, None])
+    attention = (exponential if settings.attention == "exponential" else cosine)(settings, server, devices, others)
+    return (1 - attention.sum(-1, keepdim=True)) * server.models[devices] + attention @ server.models
 
 
-def exponential(settings: Settings, server: Server, away: Tensor, _i: int, others: Tensor) -> Tensor:
-    """xi_ij = (alpha / sigma) exp(-|W_i - W_j|^2 / sigma)."""
-    near = (-away.square().sum(-1) / settings.sigma).exp()
+def exponential(settings: Settings, server: Server, devices: Tensor, others: Tensor) -> Tensor:
+    """xi_ij = (alpha / sigma) exp(-|W_i - W_j|^2 / sigma), from differences: models may be nearly equal."""
+    how = "donot_use_mm_for_euclid_dist"
+    near = (-torch.cdist(server.models[devices], server.models, compute_mode=how).square() / settings.sigma).exp()
     return torch.where(others, _alpha(settings, len(server.models)) / settings.sigma * near, 0.0)
 
 
-def cosine(settings: Settings, server: Server, _away: Tensor, i: int, others: Tensor) -> Tensor:
+def cosine(settings: Settings, server: Server, devices: Tensor, others: Tensor) -> Tensor:
     """xi_ij = (1 - self_weight) softmax_j(scale cos(W_i, W_j))."""
     own = 1 / len(server.models) if settings.self_weight == AUTO else float(settings.self_weight)
-    angles = torch.nn.functional.cosine_similarity(server.models, server.models[i][None], -1, eps=0.0)
+    norms = server.models.norm(dim=-1)
+    angles = server.models[devices] @ server.models.T / (norms[devices, None] * norms)
     shares = torch.softmax(torch.where(others, settings.scale * angles, -torch.inf), -1)
-    return (1 - own) * torch.where(others.any(), shares, 0.0)
+    return (1 - own) * torch.where(others.any(-1, keepdim=True), shares, 0.0)
 
 
 def begin(method: Method, hyper: Hyper, broadcast: Broadcast, _device: Device) -> Local:
@@ -150,15 +152,8 @@ def begin(method: Method, hyper: Hyper, broadcast: Broadcast, _device: Device) -
 
 def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     """w <- w - eta (g(w; B) + (lam/alpha) (w - u_i))."""
-    gradient = pull(hyper.pull, local.models, local.start)
-    costs = add_labelled_gradient(method, gradient, local.models, samples)
-    descend(local.models, hyper.eta[..., None], gradient)
+    costs = descend_labelled_towards(method, local.models, hyper.eta, samples, hyper.pull, local.start)
     return local._replace(costs=local.costs + costs)
-
-
-def pull(strength: Tensor, models: Leaves, start: Leaves) -> Leaves:
-    """(lam/alpha) (w - u_i), leaf by leaf."""
-    return tuple(per_slot(strength, w) * (w - u) for w, u in zip(models, start, strict=True))
 
 
 def costs(local: Local) -> Tensor:

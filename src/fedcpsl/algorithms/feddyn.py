@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedcpsl import averaging
 from fedcpsl.algorithm import Method, Roster, Traits
-from fedcpsl.averaging import Broadcast, Sum, Upload, add_labelled_gradient, descend, model_of, per_slot, stacked
+from fedcpsl.averaging import Broadcast, Sum, Upload, descend_labelled_towards, model_of, stacked
 from fedcpsl.engine import Leaves
 from fedcpsl.problem import Samples
 from fedcpsl.schedule import Sizes
@@ -29,7 +29,9 @@ class Settings:
     name: str = text("feddyn", "the algorithm")
     eta: float | str = real(AUTO, "step size", 0, open_ends="[", also=(AUTO,))
     alpha: float = real(0.01, "weight of the linear and of the quadratic term", 0, open_ends="[")
-    weighted: bool = choice(True, "divide alpha by N omega_i, so that the problem is that of all others", True, False)
+    weighted: bool = choice(
+        True, "divide alpha by N omega_i, so that the objective is that of the other algorithms", True, False
+    )
 
 
 class Hyper(NamedTuple):
@@ -56,7 +58,7 @@ class Local(NamedTuple):
     """One device's working state in a round."""
 
     models: Leaves  # [..., 1, *shape] each
-    memory: Leaves  # the same: H_i - theta^r
+    anchor: Leaves  # the same: theta^r - H_i
     costs: Tensor  # [..., 1]
 
 
@@ -86,21 +88,14 @@ def init_device(_: Method, broadcast: Broadcast) -> Device:
 def begin(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device) -> Local:
     """w = theta^r."""
     models = stacked(method, hyper, broadcast.theta)
-    memory = stacked(method, hyper, device.memory - broadcast.theta)
-    return Local(models, memory, hyper.eta.new_zeros(*hyper.eta.shape, 1))
+    anchor = stacked(method, hyper, broadcast.theta - device.memory)
+    return Local(models, anchor, hyper.eta.new_zeros(*hyper.eta.shape, 1))
 
 
 def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     """w <- w - eta (g(w; B) + alpha_i (H_i + w - theta^r))."""
-    gradient = linear_term(hyper.alpha, local.memory, local.models)
-    costs = add_labelled_gradient(method, gradient, local.models, samples)
-    descend(local.models, hyper.eta[..., None], gradient)
+    costs = descend_labelled_towards(method, local.models, hyper.eta, samples, hyper.alpha, local.anchor)
     return local._replace(costs=local.costs + costs)
-
-
-def linear_term(alpha: Tensor, memory: Leaves, models: Leaves) -> Leaves:
-    """alpha_i (H_i + w - theta^r), leaf by leaf."""
-    return tuple(per_slot(alpha, leaf) * (kept + leaf) for kept, leaf in zip(memory, models, strict=True))
 
 
 def costs(local: Local) -> Tensor:

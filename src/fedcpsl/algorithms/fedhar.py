@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fedcpsl import averaging
+from fedcpsl.adam import adam_direction, adam_moments
 from fedcpsl.algorithm import Method, Traits
 from fedcpsl.averaging import Broadcast, add_labelled_gradient, descend, model_of, per_slot, stacked
 from fedcpsl.engine import Leaves
@@ -24,7 +25,7 @@ from fedcpsl.settings import real, text, whole
 
 VARIANTS = {"fedhar": Traits(unlabelled=True, personal=False, gradients_per_step=2)}
 RUN = "run"
-BETAS, EPS = (0.9, 0.99), 1e-8
+BETAS = (0.9, 0.99)  # of Adam
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,12 @@ class Settings:
 
     name: str = text("fedhar", "the algorithm")
     eta: float | str = real(0.001, "step size of the server's Adam", 0, open_ends="[")
-    T: int = whole(24, "windows in a run of consecutive ones", 2)
-    s_max: float = real(0.2, "weight of the temporal gradient, once it is reached", 0, 1)
-    R_s: int = whole(400, "rounds after which that weight is reached", 1)
-    clip_l: float = real(100.0, "largest norm of a minibatch's gradient on labels", 0, open_ends="[")
-    clip_u: float = real(1.0, "largest norm of a run's temporal gradient", 0, open_ends="[")
-    weight_decay: float = real(0.0005, "times theta, added to the gradient", 0)
+    T: int = whole(24, "length of a run of consecutive windows", 2)
+    s_max: float = real(0.2, "final weight of the temporal gradient", 0, 1)
+    R_s: int = whole(400, "rounds until the temporal gradient has its final weight", 1)
+    clip_l: float = real(100.0, "maximum norm of a minibatch's gradient on labels (clipping)", 0, open_ends="[")
+    clip_u: float = real(1.0, "maximum norm of a run's temporal gradient (clipping)", 0, open_ends="[")
+    weight_decay: float = real(0.0005, "weight decay: this times theta is added to the gradient", 0)
     eta_lc: float = real(0.0001, "step size of Adam on a device, in personal rounds", 0, open_ends="[")
     near: float = real(0.1, "weight of the temporal gradient in personal rounds", 0)
 
@@ -86,7 +87,7 @@ class Upload(NamedTuple):
     """Device to server."""
 
     gradients: tuple[Tensor, Tensor]  # [..., parameters] each: gL_i and gU_i
-    sent: Tensor  # [..., 2]
+    sent: Tensor  # [..., 2], true or false: whether there are labels, and whether there are runs
 
 
 class Sum(NamedTuple):
@@ -152,7 +153,7 @@ def begin(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device) ->
 def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     """gL <- gL + clip(g(theta^r; B), clip_l) and gU <- gU + clip(grad V, clip_u); or a step of Adam on p."""
     run = samples.extra[RUN]
-    there = torch.stack([samples.labelled.amax(-1) > 0, run.unlabelled.amax(-1) > 0], -1).to(hyper.eta)
+    there = torch.stack([samples.labelled.sum(-1) > 0, run.unlabelled.sum(-1) > 0], -1).to(hyper.eta)
     of_labels, of_run = (tuple(map(torch.zeros_like, local.models)) for _ in range(2))
     costs = add_labelled_gradient(method, of_labels, local.models, samples)
     variation = partial(temporal_variation, there[..., 1])
@@ -190,22 +191,12 @@ def tuned(hyper: Hyper, local: Local, of_labels: Leaves, of_run: Leaves) -> Loca
     each = zip(local.models, of_labels, of_run, strict=True)
     whole = tuple(a + per_slot(near, b) * b + per_slot(hyper.weight_decay, p) * p for p, a, b in each)
     updates, lead = local.updates + 1, hyper.eta.dim()
-    pairs = [adam_moments(m, v, g) for m, v, g in zip(*local.totals, whole, strict=True)]
+    pairs = [adam_moments(m, v, g, BETAS) for m, v, g in zip(*local.totals, whole, strict=True)]
     counts = [updates.reshape(updates.shape + (1,) * (leaf.dim() - lead)) for leaf in whole]
-    steps = tuple(adam_direction(m, v, t) for (m, v), t in zip(pairs, counts, strict=True))
+    steps = tuple(adam_direction(m, v, t, BETAS) for (m, v), t in zip(pairs, counts, strict=True))
     descend(local.models, hyper.eta[..., None], steps)
     first, second = tuple(m for m, _ in pairs), tuple(v for _, v in pairs)
     return local._replace(totals=(first, second), updates=updates)
-
-
-def adam_moments(m: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """m <- 0.9 m + 0.1 g, v <- 0.99 v + 0.01 g^2."""
-    return BETAS[0] * m + (1 - BETAS[0]) * g, BETAS[1] * v + (1 - BETAS[1]) * g.square()
-
-
-def adam_direction(m: Tensor, v: Tensor, updates: Tensor) -> Tensor:
-    """m / (1 - 0.9^k) / (sqrt(v / (1 - 0.99^k)) + 1e-8), k being the number of updates with this one."""
-    return m / (1 - BETAS[0] ** updates) / ((v / (1 - BETAS[1] ** updates)).sqrt() + EPS)
 
 
 def costs(local: Local) -> Tensor:
@@ -220,14 +211,16 @@ def finish(
     first, second = (model_of(method, hyper, total, 0) for total in local.totals)
     if method.personal_round:
         kept = Device(model_of(method, hyper, local.models, 0), first, second, local.updates)
-        return kept, Upload((first[..., :0], second[..., :0]), local.sent[..., :0])
+        return kept, Upload((first[..., :0], second[..., :0]), local.sent[..., :0] > 0)
     count = steps[..., None].to(first.dtype)
-    return device, Upload((first / count, second / count), local.sent)
+    return device, Upload((first / count, second / count), local.sent > 0)
 
 
 def contribution(_: Method, _hyper: Hyper, upload: Upload, _weight: Tensor) -> Sum:
     """gL_i and gU_i: plain means here, whatever the weight; what a device did not send is zero."""
-    return Sum(upload.gradients, upload.sent)
+    sent = upload.sent.to(upload.gradients[0])
+    labels, runs = (g * there[..., None] for g, there in zip(upload.gradients, sent.unbind(-1), strict=True))
+    return Sum((labels, runs), sent)
 
 
 def apply(method: Method, server: Server, total: Sum, _devices: int) -> Server:
@@ -236,9 +229,9 @@ def apply(method: Method, server: Server, total: Sum, _devices: int) -> Server:
     assert isinstance(settings, Settings)
     share = temporal_weight(settings, server.rounds)
     gradient, came = joint_gradient(total, share)
-    m, v = adam_moments(server.m, server.v, gradient + settings.weight_decay * server.theta)
+    m, v = adam_moments(server.m, server.v, gradient + settings.weight_decay * server.theta, BETAS)
     updates = server.updates + 1
-    theta = server.theta - float(settings.eta) * adam_direction(m, v, updates)
+    theta = server.theta - float(settings.eta) * adam_direction(m, v, updates, BETAS)
     changed = Server(theta, m, v, updates, server.rounds)
     kept = (torch.where(came, new, old) for new, old in zip(changed, server, strict=True))
     return Server(*kept)
@@ -272,5 +265,7 @@ def own_model(method: Method, _hyper: Hyper, device: Device, general: Tensor | N
     return tuned_model(device, general) if method.personal_round and general is not None else None
 
 
-def not_deployable(_: Method) -> str:
-    return "messages do not say which kinds of samples a device has, which its server must know; simulate it"
+def update_rate(hyper: Hyper, upload: Upload) -> Tensor:
+    """max(1, |gL_i| / clip_l, |gU_i| / clip_u): 1 for every device that clips as it should, whatever it sends."""
+    norms = zip(upload.gradients, (hyper.clip_l, hyper.clip_u), strict=True)
+    return torch.stack([torch.ones_like(hyper.clip_l), *(g.norm() / most for g, most in norms)]).amax(0)

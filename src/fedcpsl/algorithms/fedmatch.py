@@ -32,12 +32,12 @@ class Settings:
     lam_s: float = real(10.0, "weight of the loss on labels, for sigma", 0)
     lam_a: float = real(0.01, "weight of pseudo-labels on strong views, for psi", 0)
     lam_i: float = real(0.01, "weight of agreement with the helpers, for psi", 0)
-    lam_1: float = real(1e-4, "weight of the absolute values of psi", 0)
-    lam_2: float = real(10.0, "weight of the squared distance of psi from sigma", 0)
-    H: int = whole(2, "helpers, at most", 1)
+    lam_1: float = real(1e-4, "weight of the L1 penalty on psi", 0)
+    lam_2: float = real(10.0, "weight of the squared L2 distance of psi from sigma", 0)
+    H: int = whole(2, "maximum number of helpers", 1)
     tau: float = real(0.75, "how confident a prediction must be to be learnt from", 0, 1)
-    helper_every: int = whole(10, "rounds from one in which helpers are sent to the next", 1)
-    psi_factor: float = real(0.2, "the share of theta^0 that psi begins with; sigma has the rest", 0, 1)
+    helper_every: int = whole(10, "period, in rounds, at which helpers are sent", 1)
+    psi_factor: float = real(0.2, "share of the initial weights that psi starts with; sigma has the rest", 0, 1)
     views: str = choice("auto", "strong views of samples: by the shape of inputs", "auto", "image", "window", "table")
 
 

@@ -1,6 +1,6 @@
 """FedNova (Wang et al., 2020): the server removes what unequal amounts of local work do to the devices' weights."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,9 +9,17 @@ from torch import Tensor
 
 from fedcpsl import averaging
 from fedcpsl.algorithm import Method, Traits
-from fedcpsl.algorithms.fedprox import pull
-from fedcpsl.averaging import Broadcast, Nothing, Server, add_labelled_gradient, descend, model_of, stacked
-from fedcpsl.engine import Leaves, scale_and_add
+from fedcpsl.averaging import (
+    Broadcast,
+    Nothing,
+    Server,
+    add_labelled_gradient,
+    descend,
+    descend_labelled,
+    model_of,
+    stacked,
+)
+from fedcpsl.engine import Leaves, differences, scale_and_add
 from fedcpsl.errors import InputError
 from fedcpsl.problem import Samples
 from fedcpsl.schedule import Sizes
@@ -27,7 +35,9 @@ class Settings:
     name: str = text("fednova", "the algorithm")
     eta: float | str = real(AUTO, "step size", 0, open_ends="[", also=(AUTO,))
     gamma: float = real(0.0, "momentum of local steps", 0, 1, open_ends="]")
-    mu: float = real(0.0, "how strongly devices are pulled back to where the round began", 0)
+    mu: float = real(
+        0.0, "weight of the proximal term, which pulls devices back to the model at the start of the round", 0
+    )
 
 
 class Hyper(NamedTuple):
@@ -43,7 +53,7 @@ class Local(NamedTuple):
 
     models: Leaves  # [..., 1, *shape] each
     start: Leaves  # the same: theta^r
-    momenta: Leaves  # the same: u
+    momenta: Leaves  # the same: u; none without momentum
     costs: Tensor  # [..., 1]
 
 
@@ -63,11 +73,23 @@ class Sum(NamedTuple):
     counted: Tensor
 
 
-resolve, decided, alike = averaging.resolve, averaging.decided, averaging.alike
+resolve, decided = averaging.resolve, averaging.decided
 init_server, init_device, broadcast = averaging.init_server, averaging.init_device, averaging.broadcast
 commit, admit = averaging.commit, averaging.admit
+reweighted, late = averaging.reweighted, averaging.late
 general_model, received_model = averaging.general_model, averaging.received_model
 own_model, predict = averaging.no_own_model, averaging.predict_general
+
+
+def rules_of(method: Method) -> Settings:
+    assert isinstance(method.rules, Settings)
+    return method.rules
+
+
+def alike(method: Method) -> Hashable:
+    """Runs may go side by side where all have momentum or none has, and likewise a pull."""
+    settings = rules_of(method)
+    return method.traits, settings.gamma > 0, settings.mu > 0
 
 
 def numbers(_: Method, settings: Settings, _sizes: Sizes, *, warming: bool) -> Mapping[str, Any]:  # noqa: ARG001
@@ -80,16 +102,22 @@ def numbers(_: Method, settings: Settings, _sizes: Sizes, *, warming: bool) -> M
 def begin(method: Method, hyper: Hyper, broadcast: Broadcast, _device: Nothing) -> Local:
     """w = theta^r, u = 0."""
     models, start = (stacked(method, hyper, broadcast.theta) for _ in range(2))
-    return Local(models, start, tuple(map(torch.zeros_like, models)), hyper.eta.new_zeros(*hyper.eta.shape, 1))
+    momenta = tuple(map(torch.zeros_like, models)) if rules_of(method).gamma else ()
+    return Local(models, start, momenta, hyper.eta.new_zeros(*hyper.eta.shape, 1))
 
 
 def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     """u <- gamma u + g(w; B), then w <- w - eta (u + mu (w - theta^r))."""
-    u = local.momenta
-    scale_and_add(u, hyper.gamma, ())
-    costs = add_labelled_gradient(method, u, local.models, samples)
-    direction = tuple(torch.add(*both) for both in zip(u, pull(hyper.mu, local.models, local.start), strict=True))
-    descend(local.models, hyper.eta[..., None], direction)
+    w, u, settings = local.models, local.momenta, rules_of(method)
+    away = differences(w, local.start) if settings.mu else ()
+    if settings.gamma:
+        scale_and_add(u, hyper.gamma, ())
+        costs = add_labelled_gradient(method, u, w, samples)
+        descend(w, hyper.eta[..., None], u)
+    else:
+        costs = descend_labelled(method, w, hyper.eta, samples)
+    if settings.mu:
+        descend(w, (hyper.eta * hyper.mu)[..., None], away)
     return local._replace(costs=local.costs + costs)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedcpsl import averaging
 from fedcpsl.algorithm import Method, Traits
-from fedcpsl.averaging import Broadcast, Nothing, Upload, add_labelled_gradient, descend, model_of, per_slot, stacked
+from fedcpsl.averaging import Broadcast, Nothing, Upload, descend_labelled_towards, model_of, stacked
 from fedcpsl.engine import Leaves
 from fedcpsl.problem import Samples
 from fedcpsl.schedule import Sizes
@@ -44,6 +44,7 @@ class Local(NamedTuple):
 resolve, decided, alike = averaging.resolve, averaging.decided, averaging.alike
 init_server, init_device, broadcast = averaging.init_server, averaging.init_device, averaging.broadcast
 commit, contribution, apply, admit = averaging.commit, averaging.contribution, averaging.apply, averaging.admit
+reweighted, late = averaging.reweighted, averaging.late
 general_model, received_model = averaging.general_model, averaging.received_model
 own_model, predict = averaging.no_own_model, averaging.predict_general
 
@@ -60,15 +61,8 @@ def begin(method: Method, hyper: Hyper, broadcast: Broadcast, _device: Nothing) 
 
 def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     """w <- w - eta (g(w; B) + mu (w - theta^r))."""
-    gradient = pull(hyper.mu, local.models, local.start)
-    costs = add_labelled_gradient(method, gradient, local.models, samples)
-    descend(local.models, hyper.eta[..., None], gradient)
+    costs = descend_labelled_towards(method, local.models, hyper.eta, samples, hyper.mu, local.start)
     return local._replace(costs=local.costs + costs)
-
-
-def pull(mu: Tensor, models: Leaves, start: Leaves) -> Leaves:
-    """mu (w - theta^r), leaf by leaf."""
-    return tuple(per_slot(mu, w) * (w - s) for w, s in zip(models, start, strict=True))
 
 
 def costs(local: Local) -> Tensor:

@@ -59,6 +59,7 @@ class Local(NamedTuple):
 decided, alike = averaging.decided, averaging.alike
 init_server, broadcast, commit = averaging.init_server, averaging.broadcast, averaging.commit
 contribution, apply, admit = averaging.contribution, averaging.apply, averaging.admit
+reweighted, late = averaging.reweighted, averaging.late
 general_model, received_model = averaging.general_model, averaging.received_model
 own_model, predict = averaging.no_own_model, averaging.predict_general
 

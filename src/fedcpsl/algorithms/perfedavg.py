@@ -9,7 +9,17 @@ from torch import Tensor
 
 from fedcpsl import averaging
 from fedcpsl.algorithm import Method, Traits
-from fedcpsl.averaging import Broadcast, Nothing, Upload, add_labelled_gradient, descend, model_of, per_slot, stacked
+from fedcpsl.averaging import (
+    Broadcast,
+    Nothing,
+    Upload,
+    add_labelled_gradient,
+    descend,
+    descend_labelled,
+    model_of,
+    per_slot,
+    stacked,
+)
 from fedcpsl.engine import Leaves
 from fedcpsl.problem import Samples
 from fedcpsl.schedule import Draw, Sizes
@@ -29,8 +39,10 @@ class Settings:
 
     name: str = choice("perfedavg-fo", "the algorithm: first-order, or Hessian-free", *VARIANTS)
     eta: float | str = real(AUTO, "step size", 0, open_ends="[", also=(AUTO,))
-    alpha: float = real(0.02, "step size of adapting to a device; 0: not at all", 0)
-    delta: float = real(0.001, "step of the difference that stands for the Hessian (perfedavg-hf)", 0, open_ends="[")
+    alpha: float = real(0.02, "step size of the adaptation to a device; 0: none", 0)
+    delta: float = real(
+        0.001, "step of the finite difference that approximates the Hessian (perfedavg-hf)", 0, open_ends="["
+    )
     adapt_steps: int = whole(1, "gradient steps by which a device adapts the model before it predicts", 0)
 
 
@@ -49,6 +61,7 @@ class Local(NamedTuple):
     costs: Tensor  # [..., 1]
 
 
+reweighted, late = averaging.reweighted, averaging.late
 resolve, decided, alike = averaging.resolve, averaging.decided, averaging.alike
 init_server, init_device, broadcast = averaging.init_server, averaging.init_device, averaging.broadcast
 commit, contribution, apply, admit = averaging.commit, averaging.contribution, averaging.apply, averaging.admit
@@ -67,11 +80,15 @@ def begin(method: Method, hyper: Hyper, broadcast: Broadcast, _device: Nothing) 
 
 def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     """w <- w - eta v, v = g(w - alpha g(w; D); D'); with `perfedavg-hf` v is corrected by `hessian_free`."""
-    first, _ = gradient(method, local.models, samples)
-    v, costs = gradient(method, moved(local.models, -hyper.alpha, first), samples.extra[SECOND.name])
+    adapted = tuple(map(torch.clone, local.models))
+    descend_labelled(method, adapted, hyper.alpha, samples)
+    second = samples.extra[SECOND.name]
     if THIRD in method.traits.draws:
+        v, costs = gradient(method, adapted, second)
         v = hessian_free(method, hyper, local.models, v, samples.extra[THIRD.name])
-    descend(local.models, hyper.eta[..., None], v)
+        descend(local.models, hyper.eta[..., None], v)
+    else:
+        costs = descend_labelled(method, local.models, hyper.eta, second, at=adapted)
     return local._replace(costs=local.costs + costs)
 
 
@@ -84,14 +101,14 @@ def gradient(method: Method, models: Leaves, samples: Samples) -> tuple[Leaves, 
 
 def moved(models: Leaves, by: Tensor, along: Leaves) -> Leaves:
     """w + by v, leaf by leaf."""
-    return tuple(w + per_slot(by, w) * v for w, v in zip(models, along, strict=True))
+    return tuple(torch.addcmul(w, per_slot(by, w), v) for w, v in zip(models, along, strict=True))
 
 
 def hessian_free(method: Method, hyper: Hyper, models: Leaves, v: Leaves, third: Samples) -> Leaves:
     """v <- v - (alpha / (2 delta)) (g(w + delta v; D'') - g(w - delta v; D'')): near (I - alpha Hessian) v."""
-    ahead, _ = gradient(method, moved(models, hyper.delta, v), third)
-    behind, _ = gradient(method, moved(models, -hyper.delta, v), third)
-    difference = tuple(a - b for a, b in zip(ahead, behind, strict=True))
+    difference, _ = gradient(method, moved(models, hyper.delta, v), third)
+    one = torch.ones_like(hyper.delta)
+    descend_labelled(method, difference, one, third, at=moved(models, -hyper.delta, v))
     return moved(v, -hyper.alpha / (2 * hyper.delta), difference)
 
 
@@ -112,5 +129,5 @@ def adapted(method: Method, hyper: Hyper, general: Tensor, labelled: Samples) ->
     assert isinstance(method.rules, Settings)
     models = stacked(method, hyper, general)
     for _ in range(method.rules.adapt_steps):
-        descend(models, hyper.alpha[..., None], gradient(method, models, labelled)[0])
+        descend_labelled(method, models, hyper.alpha, labelled)
     return model_of(method, hyper, models, 0)

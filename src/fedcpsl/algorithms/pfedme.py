@@ -9,9 +9,8 @@ from torch import Tensor
 
 from fedcpsl import averaging
 from fedcpsl.algorithm import Method, Traits
-from fedcpsl.algorithms.fedprox import pull
-from fedcpsl.averaging import Broadcast, Server, Sum, Upload, add_labelled_gradient, descend, model_of, stacked
-from fedcpsl.engine import Leaves
+from fedcpsl.averaging import Broadcast, Server, Sum, Upload, descend, descend_labelled_towards, model_of, stacked
+from fedcpsl.engine import Leaves, differences
 from fedcpsl.errors import InputError
 from fedcpsl.problem import Samples
 from fedcpsl.schedule import Sizes
@@ -27,10 +26,14 @@ class Settings:
     """pFedMe's own."""
 
     name: str = text("pfedme", "the algorithm")
-    eta: float | str = real(AUTO, "step size of the model for all", 0, open_ends="[", also=(AUTO,))
-    eta_lc: float | str = real(AUTO, "step size of a device's own model; auto: 0.09", 0, open_ends="[", also=(AUTO,))
-    lam: float = real(15.0, "how strongly a device's own model is pulled towards the one for all", 0, open_ends="[")
-    K: int = whole(5, "steps of a device's own model in each local step", 1)
+    eta: float | str = real(AUTO, "step size of the global model", 0, open_ends="[", also=(AUTO,))
+    eta_lc: float | str = real(
+        AUTO, "step size of a device's personal model; auto: 0.09", 0, open_ends="[", also=(AUTO,)
+    )
+    lam: float = real(
+        15.0, "weight of the proximal term that pulls a personal model towards the global one", 0, open_ends="["
+    )
+    K: int = whole(5, "steps of the personal model in each local step", 1)
     eta_g: float = real(1.0, "step size of the server", 0, open_ends="[")
 
 
@@ -58,6 +61,7 @@ class Local(NamedTuple):
 
 alike, init_server, broadcast = averaging.alike, averaging.init_server, averaging.broadcast
 commit, contribution, admit = averaging.commit, averaging.contribution, averaging.admit
+reweighted, late = averaging.reweighted, averaging.late
 general_model, received_model, predict = averaging.general_model, averaging.received_model, averaging.predict_own
 
 
@@ -97,10 +101,9 @@ def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     """K times p <- p - eta_lc (g(p; B) + lam (p - w)), then w <- w - eta lam (w - p)."""
     total = torch.zeros_like(local.costs)
     for _ in range(_rules(method).K):
-        gradient = pull(hyper.lam, local.own, local.models)
-        total = total + add_labelled_gradient(method, gradient, local.own, samples)
-        descend(local.own, hyper.eta_lc[..., None], gradient)
-    descend(local.models, hyper.eta[..., None], pull(hyper.lam, local.models, local.own))
+        inner = descend_labelled_towards(method, local.own, hyper.eta_lc, samples, hyper.lam, local.models)
+        total = total + inner
+    descend(local.models, (hyper.eta * hyper.lam)[..., None], differences(local.models, local.own))
     return local._replace(costs=local.costs + total / _rules(method).K)
 
 

@@ -39,7 +39,9 @@ class Settings:
 
     name: str = text("semifed", "the algorithm")
     eta: float | str = real(AUTO, "step size", 0, open_ends="[", also=(AUTO,))
-    first_stage: int | str = whole(AUTO, "rounds with consistency alone; auto: half of all", 0, also=(AUTO,))
+    first_stage: int | str = whole(
+        AUTO, "rounds of the first stage, with consistency alone; auto: half of all rounds", 0, also=(AUTO,)
+    )
     lam_c: float = real(1.0, "weight of the consistency of strong views, in the first stage", 0)
     lam_p: float = real(1.0, "weight of pseudo-labels, in the second stage", 0)
     peers: int = whole(2, "other devices whose models vote, in the second stage", 1)

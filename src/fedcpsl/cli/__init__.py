@@ -22,19 +22,20 @@ from fedcpsl.torchrun import place
 
 EPILOG = """
 examples:
-  fedcpsl run                                   FedCPSL on scikit-learn's digits: 20 devices, 10 % labels
+  fedcpsl run                                   FedCPSL's successor on scikit-learn's digits: 20 devices, 10 % labels
+  fedcpsl run --algorithm fedcpsl               FedCPSL as published
   fedcpsl run --algorithm apfl --seed 1         a baseline, another seed
-  fedcpsl run --dataset mnist --active 2        the paper's MNIST setting
+  fedcpsl run --algorithm fedcpsl --dataset mnist --active 2   the paper's MNIST setting
   fedcpsl run --data mine.csv --label kind --device-column phone
-  fedcpsl run --set work.unit=hlu --loss-rate .2   devices of unequal speed, uploads that get lost
+  fedcpsl run --set work.unit=hlu --loss-rate .2   devices that do unequal work, and lost uploads
   fedcpsl run --dry-run                         what would be run: config, split, steps
-  fedcpsl run --resume runs/20260101-120000-fedcpsl-digits
+  fedcpsl run --resume runs/20260101-120000-fedcpsl2-digits
   fedcpsl data --partition dirichlet            how samples would be split among devices
-  fedcpsl compare --algorithms fedcpsl,apfl,local --seeds 5
-  fedcpsl sweep --grid alpha_p=.01,.03,.1 --grid beta=.5,.75
+  fedcpsl compare --algorithms fedcpsl2,fedcpsl,local --seeds 5
+  fedcpsl sweep --algorithm fedcpsl --grid alpha_p=.01,.03,.1 --grid beta=.5,.75
   fedcpsl paper table --dataset mnist           the paper's table, every cell over 5 seeds
   fedcpsl show runs/*                           past runs
-  fedcpsl doctor --dataset mnist                what is missing here, and what that run would take
+  fedcpsl doctor --dataset mnist                what is missing here, and the time and memory of that run
   fedcpsl export runs/mine --device 7           a device's personal model as an ONNX file
   fedcpsl predict runs/mine --device 7 new.csv  its predictions for new samples
   fedcpsl keys keys --server fl.example.org --devices phone-1 phone-2

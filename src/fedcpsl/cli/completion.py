@@ -44,7 +44,7 @@ class Command(NamedTuple):
 def add_completion(commands: Any) -> None:
     completion = commands.add_parser(
         "completion",
-        help="a script by which your shell completes our commands",
+        help="print a script for command completion in your shell",
         description="Print a script by which a shell completes commands, options and names.",
         epilog="bash: source <(fedcpsl completion bash), in ~/.bashrc. zsh: the same with zsh, in ~/.zshrc after "
         "compinit. fish: fedcpsl completion fish | source, in ~/.config/fish/config.fish.",
@@ -105,8 +105,8 @@ def _named(dest: str) -> Value | None:
         "model.name": lambda: Value(("auto", *literals("models.py", "NAMES"))),
         "algorithm.name": lambda: Value(algorithm_names()),
         "run.device": lambda: Value(DEVICES),
-        "algorithms": lambda: Value(algorithm_names(), listed=True),
-        "studies": lambda: Value((*study_names(), "all"), files=True),
+        "algorithms": lambda: Value((*algorithm_names(), *literals("algorithms/__init__.py", "GROUPS")), listed=True),
+        "studies": lambda: Value((*study_names(), "all", "edge"), files=True),
         "set": lambda: Value(tuple(f"{name}=" for name in setting_names()), assigned=True),
         "grid": lambda: Value(tuple(f"{name}=" for name in setting_names()), assigned=True),
     }

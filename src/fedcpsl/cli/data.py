@@ -11,7 +11,7 @@ from fedcpsl.errors import InputError
 def add_data(commands: Any) -> None:
     data = commands.add_parser(
         "data",
-        help="show the split: devices by classes",
+        help="show which samples each device holds, and save a split",
         description="Show a split as a table and a picture, and save it to use again with --set data.split=FILE.",
         allow_abbrev=False,
     )

@@ -18,7 +18,7 @@ BUSY = 0.5  # load per core above which timings are unreliable
 def add_doctor(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor",
-        help="what this machine has, what is missing, what a run would take",
+        help="say what this machine has, what is missing, and the time and memory of a run",
         description="Print what this machine has and lacks, with the command that installs it. With a config or "
         "settings, also build that run, try a few of its rounds, and estimate its memory and time; exit code 1 if it "
         "would not fit, or its data set is not on this machine. Nothing is downloaded or written.",

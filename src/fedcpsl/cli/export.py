@@ -16,9 +16,9 @@ def add_export(commands: Any) -> None:
     export = commands.add_parser(
         "export",
         help="write a device's personal model as one file",
-        description="Write the personal model of a device (both networks, their weights and the normalisation of "
-        "inputs) as one file that takes raw samples and gives probabilities. The file is compared with the run before "
-        "it is written.",
+        description="Write the personal model of a device (its networks, how they are mixed, and the normalisation of "
+        "inputs) as one file that takes raw samples and returns class probabilities. Before the file is written, its "
+        "predictions are compared with those of the run.",
         allow_abbrev=False,
     )
     export.add_argument("run", type=Path, metavar="RUN", help="a finished run's folder, or one that adapt made")
@@ -64,13 +64,13 @@ Row = tuple[int | str, str | None, list[float]]  # a sample's name, the model th
 def add_predict(commands: Any) -> None:
     predict = commands.add_parser(
         "predict",
-        help="classes of new samples by a device's personal model",
+        help="predict the classes of new samples with a device's personal model",
         description="Predict with the personal model of a device: one of a finished run, one that `fedcpsl export` "
-        "wrote, or the one that a device of a federation has by now, also while it is being trained. Without --device, "
+        "wrote, or the current one of a device in a federation, also during training. Without --device, "
         "a table with the run's device column is predicted row by row: by the device's own model, and for devices that "
-        "are not in the run by the global one. Prints a CSV line per sample: its number (of images the path), which "
-        "model predicted it if there are several, the likeliest class, and the probability of every class. Where the "
-        "input has labels, the accuracy goes to standard error.",
+        "are not in the run by the global one. Prints a CSV line per sample: its number (for an image, its path), the "
+        "model that predicted it if there are several, the most likely class, and the probability of every class. If "
+        "the input has labels, the accuracy is printed to standard error.",
         allow_abbrev=False,
     )
     predict.add_argument(
@@ -225,17 +225,23 @@ def _likeliest(classes: tuple[str, ...], probabilities: list[float]) -> str:
 def add_adapt(commands: Any) -> None:
     adapt = commands.add_parser(
         "adapt",
-        help="a personal model for a new device, from a run's global model",
-        description="Personalise for a device that was not in training. Its own model starts from the global one, "
-        "which stays as it is, and is trained on the device's samples alone, labelled and unlabelled. Some labelled "
-        "samples are held out, to measure the gain.",
+        help="make a personal model for a new device, from a run's global model",
+        description="Make a personal model for a device that was not in training. It starts from the global model, "
+        "which is not changed, and is trained on the device's samples alone, labelled and unlabelled. Some labelled "
+        "samples are held out to measure the gain.",
         allow_abbrev=False,
     )
     adapt.add_argument("run", type=Path, metavar="RUN", help="a finished run's folder")
     adapt.add_argument("--data", type=Path, required=True, metavar="FILE", help="the device's samples, as for `run`")
-    adapt.add_argument("--label", metavar="COLUMN", help="the label's column, where it is not that of the run")
-    adapt.add_argument("--name", default="new", help="what to call the device [new]")
-    adapt.add_argument("--rounds", type=int, metavar="N", help="rounds [as many as the run's devices had on average]")
+    adapt.add_argument("--label", metavar="COLUMN", help="the label column, if it has another name than in the run")
+    adapt.add_argument("--name", default="new", help="the name of the device [new]")
+    adapt.add_argument(
+        "--rounds",
+        type=int,
+        metavar="N",
+        help="personal rounds; 0: no training, only the device's class prior, if the algorithm has one "
+        "[as many rounds as a device of the run was active on average]",
+    )
     adapt.add_argument("--out", type=Path, metavar="FOLDER", help="where to write [adapted/<name>]")
     adapt.add_argument("--json", action="store_true", help="the result as one JSON object")
     adapt.set_defaults(command=_adapt)
@@ -243,8 +249,8 @@ def add_adapt(commands: Any) -> None:
 
 def _adapt(parsed: argparse.Namespace) -> int:
     folder = parsed.out or Path("adapted") / "".join(c if c.isalnum() or c in "-_." else "-" for c in parsed.name)
-    if parsed.rounds is not None and parsed.rounds < 1:
-        raise InputError(f"--rounds {parsed.rounds}: give at least 1")
+    if parsed.rounds is not None and parsed.rounds < 0:
+        raise InputError(f"--rounds {parsed.rounds}: give at least 0")
     if not parsed.data.exists():
         raise InputError(f"{parsed.data}: no such file")
     from fedcpsl.export.adaptation import adapt, check_adaptable, rounds_of_a_device, write_adapted
@@ -259,7 +265,8 @@ def _adapt(parsed: argparse.Namespace) -> int:
         raise InputError(f"{folder}: exists already; {fix}")
     label, test = parsed.label or run.config.data.label, run.config.data.test
     data = Data(dataset="own", file=str(parsed.data.absolute()), label=label, labelled=1.0, test=test)
-    adapted = adapt(run, data, parsed.name, parsed.rounds or rounds_of_a_device(run))
+    rounds = rounds_of_a_device(run) if parsed.rounds is None else parsed.rounds
+    adapted = adapt(run, data, parsed.name, rounds)
     write_adapted(adapted, run, folder)
     result = {
         "folder": str(folder),

@@ -21,7 +21,7 @@ WHAT_IS_SENT = """What leaves this device, and nothing else:
   {accuracy}
   where it cannot take part, one line that says why
 Around it, in every request: its name, the time, the SHA-256 of what it sends, and a signature of these with its key.
-What never leaves it: samples, labels, pseudo-labels, its localized model, its control variate.
+What never leaves it: samples, labels, pseudo-labels, its class frequencies, its localized model, its control variate.
 What it receives: the global model, the global control variate, the job's settings."""
 UNPROTECTED = (
     "fedcpsl: anyone who can connect to a Flower SuperLink or SuperNode can run code there: keep them on loopback, on "
@@ -32,10 +32,10 @@ UNPROTECTED = (
 def add_keys(commands: Any) -> None:
     keys = commands.add_parser(
         "keys",
-        help="make the certificates and keys of a federation on real devices",
-        description="Make what is missing: an authority and the server's certificate once, a key for every new "
-        "device. Nothing is ever overwritten. Run it again with more --devices when some join later. With --revoke or "
-        "--renew in the folder of a running server, a change takes effect at once.",
+        help="make, renew and revoke the certificates and keys of a federation",
+        description="Make what is missing: a certificate authority and the server's certificate once, a key for every "
+        "new device. Nothing is ever overwritten. Run it again with more --devices when some join later. With --revoke "
+        "or --renew in the folder of a running server, a change takes effect at once.",
         allow_abbrev=False,
     )
     keys.add_argument("folder", type=Path, metavar="FOLDER", help="where the keys are kept")
@@ -47,19 +47,17 @@ def add_keys(commands: Any) -> None:
         help="host names and IP addresses by which devices reach the server (loopback is always among them)",
     )
     keys.add_argument("--devices", nargs="+", default=[], metavar="NAME", help="devices that need a key")
+    keys.add_argument("--days", type=int, metavar="N", help="validity of the server's certificate in days [825]")
     keys.add_argument(
-        "--days", type=int, metavar="N", help="how long the server's certificate lives (default: 825 days)"
-    )
-    keys.add_argument(
-        "--authority-days", type=int, metavar="N", help="how long the authority lives (default: 3650 days)"
+        "--authority-days", type=int, metavar="N", help="validity of the certificate authority in days [3650]"
     )
     keys.add_argument("--revoke", nargs="+", default=[], metavar="NAME", help="reject these devices' keys from now on")
     keys.add_argument(
         "--forget",
         action="store_true",
-        help="with --revoke: remove their weight too; all control variates start at 0 again",
+        help="with --revoke: remove their weight too; all control variates are reset to 0",
     )
-    keys.add_argument("--renew", nargs="+", default=[], metavar="NAME", help="make these devices their next key")
+    keys.add_argument("--renew", nargs="+", default=[], metavar="NAME", help="make a new key for each of these devices")
     keys.set_defaults(command=_keys)
 
 
@@ -136,14 +134,15 @@ def _distribution(folder: Path, devices: Sequence[str]) -> Iterator[str]:
 def add_serve(commands: Any) -> None:
     serve = commands.add_parser(
         "serve",
-        help="serve a federation of real devices",
-        description="Serve a job to devices that join with `fedcpsl join`, over TLS, to those whose public keys are "
-        "here. After a crash the same command resumes from the last round. Needs `pip install 'fedcpsl[federation]'`.",
+        help="run the server of a federation of real devices",
+        description="Run a job with devices that join with `fedcpsl join`, over TLS; only devices whose public keys "
+        "are in --keys are accepted. After a crash the same command resumes from the last round. Needs the extra "
+        "`federation`.",
         allow_abbrev=False,
     )
     serve.add_argument("job", type=Path, metavar="JOB.toml", help="a run's settings, and [federation]")
     serve.add_argument("--keys", type=Path, metavar="FOLDER", help="what `fedcpsl keys` made")
-    serve.add_argument("--insecure", action="store_true", help="no TLS and no keys; on this machine alone")
+    serve.add_argument("--insecure", action="store_true", help="no TLS and no keys; only on loopback")
     serve.add_argument("--folder", type=Path, default=Path("federation"), help="where its state is kept [federation]")
     serve.add_argument("--host", default="127.0.0.1", help="where to listen [127.0.0.1]")
     serve.add_argument("--port", type=int, default=8443, help="[8443]")
@@ -156,15 +155,16 @@ def add_serve(commands: Any) -> None:
     serve.set_defaults(command=_serve)
     status = commands.add_parser(
         "status",
-        help="how a federation is doing",
-        description="Devices, round, accuracy, who is late: from the server's folder, or from anywhere by its address "
-        "with the operator's key. A device's key shows the round and that device.",
+        help="show the state of a federation",
+        description="Show the devices, the round, accuracies and late devices: from the server's folder, or from "
+        "another machine by the server's address with the operator's key. A device's key shows the round and that "
+        "device.",
         allow_abbrev=False,
     )
     status.add_argument("server", metavar="SERVER", help="the server's folder, or HOST:PORT as `fedcpsl join` takes it")
     status.add_argument("--keys", type=Path, metavar="FOLDER", help="with ca.crt and operator.key, or a device's key")
     status.add_argument("--name", default="", help="ask as this device, with its key [the operator]")
-    status.add_argument("--insecure", action="store_true", help="no TLS and no key; a server on this machine alone")
+    status.add_argument("--insecure", action="store_true", help="no TLS and no key; only for a server on loopback")
     status.add_argument("--json", action="store_true", help="as one JSON object")
     status.set_defaults(command=_status)
 
@@ -281,22 +281,22 @@ def add_join(commands: Any) -> None:
     join.add_argument("--data", type=Path, required=True, metavar="FILE", help="an .npz, .csv, .tsv or .parquet file")
     join.add_argument("--label", default="", metavar="COLUMN", help="the column of a table that is the label")
     join.add_argument("--test-column", default="", metavar="COLUMN", help="the column that marks test rows")
-    join.add_argument("--name", required=True, help="what this device is called; its key has that name")
+    join.add_argument("--name", required=True, help="the name of this device, which is also that of its key")
     join.add_argument("--keys", type=Path, metavar="FOLDER", help="with ca.crt and this device's key, NAME")
-    join.add_argument("--insecure", action="store_true", help="no TLS and no key; a server on this machine alone")
+    join.add_argument("--insecure", action="store_true", help="no TLS and no key; only for a server on loopback")
     join.add_argument("--folder", type=Path, metavar="FOLDER", help="where its state is kept [devices/NAME]")
     join.add_argument(
         "--socket",
         type=Path,
         metavar="FILE",
-        help="instead of a server: answer at this socket to a SuperNode that you run yourself",
+        help="instead of a server: listen on this socket for a Flower SuperNode that you run yourself",
     )
     join.add_argument("--budget", default="", metavar="30s", help="maximum time for the work of a round")
-    join.add_argument("--not-on-battery", action="store_true", help="skip rounds while it runs on its battery")
+    join.add_argument("--not-on-battery", action="store_true", help="skip rounds while the device runs on battery")
     join.add_argument(
         "--most-load", type=float, default=0.0, metavar="LOAD", help="skip rounds while the load per core is higher"
     )
-    join.add_argument("--clip", type=float, default=0.0, metavar="NORM", help="shorten updates to this norm")
+    join.add_argument("--clip", type=float, default=0.0, metavar="NORM", help="clip updates to this norm")
     join.add_argument("--noise", type=float, default=0.0, help="Gaussian noise on updates, in units of --clip")
     join.add_argument("--share-accuracy", action="store_true", help="send this device's test accuracy to the server")
     join.add_argument("--explain", action="store_true", help="print what would be sent, and do nothing")
@@ -364,12 +364,12 @@ def _join(parsed: argparse.Namespace) -> int:
 
 def add_federation(commands: Any) -> None:
     federation = commands.add_parser(
-        "federation", help="a federation of real processes, to try", description="Try a federation on this machine."
+        "federation", help="try a federation on this machine", description="Try a federation on this machine."
     )
     kinds = federation.add_subparsers(title="commands", metavar="COMMAND", required=True)
     demo = kinds.add_parser(
         "demo",
-        help="a server and five devices as real processes",
+        help="start a server and five devices as separate processes",
         description="Start a server and devices as real processes on loopback, with TLS and keys, train on the digits "
         "and print every device's accuracy.",
         allow_abbrev=False,
@@ -380,7 +380,7 @@ def add_federation(commands: Any) -> None:
     demo.set_defaults(command=_demo)
     app = kinds.add_parser(
         "app",
-        help="print where the Flower app is",
+        help="print the path of the Flower app",
         description="Print the folder of the Flower app, for `flwr run` on a SuperLink that you run yourself on this "
         "machine. Flower runs whatever app it is sent, so keep it on loopback; `fedcpsl serve` is the protected way.",
         allow_abbrev=False,

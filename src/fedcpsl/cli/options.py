@@ -9,14 +9,16 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import fedcpsl
 from fedcpsl import settings
-from fedcpsl.config import AUTO, FLAGS, Config, Data, parse_value, read_config, setting, with_settings
+from fedcpsl.config import AUTO, FLAGS, Config, Data, new_config, parse_value, read_config, setting
 from fedcpsl.errors import InputError
+from fedcpsl.settings import DEFAULT_ALGORITHM
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 PACKAGE = Path(fedcpsl.__file__).parent
@@ -31,7 +33,7 @@ def add_settings(command: argparse.ArgumentParser, leave_out: Iterable[str] = ()
             continue
         section, _, key = name.partition(".")
         declared = setting(section, key)
-        default = getattr(getattr(Config(), section), key)
+        default = _shown_default(section, key)
         suffix = "" if default == "" else f" [{default}]"
         command.add_argument(
             flag, dest=name, metavar=key.upper(), help=declared.metadata["help"].replace("%", "%%") + suffix
@@ -43,6 +45,23 @@ def add_settings(command: argparse.ArgumentParser, leave_out: Iterable[str] = ()
         metavar="SECTION.KEY=VALUE",
         help="any other setting (see `fedcpsl run --help`)",
     )
+
+
+def _shown_default(section: str, key: str) -> Any:
+    """Return a setting's default; where FedCPSL's is another than the default algorithm's, both."""
+    default = getattr(getattr(Config(), section), key)
+    if section != "algorithm":
+        return default
+    if key == "name":
+        return DEFAULT_ALGORITHM
+    own = _defaults_of(DEFAULT_ALGORITHM).get(key, default)
+    return default if own == default else f"{own}; fedcpsl: {default}"
+
+
+@cache
+def _defaults_of(name: str) -> dict[str, Any]:
+    """Return the defaults that the file of an algorithm outside the family declares."""
+    return {} if name in settings.FAMILY else {s.name: s.default for s in _settings(f"algorithms/{name}.py")}
 
 
 def given_settings(parsed: argparse.Namespace) -> Sequence[Any]:
@@ -58,6 +77,7 @@ def settings_help() -> str:
         lines += ["", f"  [{section.name}]  {type(getattr(Config(), section.name)).__doc__}"]
         for declared in fields(getattr(Config(), section.name)):
             value = getattr(getattr(Config(), section.name), declared.name)
+            value = DEFAULT_ALGORITHM if (section.name, declared.name) == ("algorithm", "name") else value
             lines.append(f"    {declared.name} = {value!r}".ljust(34) + f"  {declared.metadata['help']}")
     for names, own in declared_settings().items():
         lines += ["", f"  [algorithm]  of {', '.join(names)}"]
@@ -73,12 +93,19 @@ def typed(name: str, text: str) -> Any:
     return text if not accepts(value) and accepts(text) else value
 
 
-def config_of(parsed: argparse.Namespace, more: Mapping[str, Any] = MappingProxyType({})) -> Config:
-    """Return the config that a command's options describe; `more` are settings from the command's own options."""
+def config_of(
+    parsed: argparse.Namespace,
+    more: Mapping[str, Any] = MappingProxyType({}),
+    algorithm: str = DEFAULT_ALGORITHM,
+) -> Config:
+    """Return the config that a command's options describe.
+
+    `more` are settings from the command's own options; `algorithm` is meant where none is named.
+    """
     if parsed.config and os.path.isdir(parsed.config):
         raise InputError(_folder_hint(parsed.config, resumes="resume" in parsed))
     values, chosen = read_config(parsed.config) if parsed.config else {}, chosen_settings(parsed)
-    config = with_settings(Config(), values | chosen | dict(more))
+    config = new_config(values | chosen | dict(more), algorithm)
     _refuse_ignored(config.data, chosen)
     return config
 

@@ -15,19 +15,21 @@ if TYPE_CHECKING:
 
 PAPER = "table, beta, momentum, shvr, apfl, hlu, or all of these"
 OTHERS = (
-    "successor, successor-tune, successor-parts; tune; labels, ablation, parts, classes, dirichlet, shards, gap; "
-    "har, har-tune"
+    "successor, successor-tune, successor-parts, successor-labels, successor-classes, successor-dirichlet, "
+    "successor-foreign; related, related-tune; tune; labels, ablation, parts, classes, dirichlet, shards, gap; har, "
+    "har-tune, har-steps; edge (edge-active, edge-deadline, edge-bandwidth, edge-bits); other papers' numbers: "
+    "fedavg-mnist, fedavg-mnist-eta, pfedme-mnist, fedavg-cifar10, feddyn-cifar10"
 )
 
 
 def add_paper(commands: Any) -> None:
     paper = commands.add_parser(
         "paper",
-        help="the paper's table and figures, over seeds",
-        description="Run a study and write its tables, pictures and a page: the paper's table and figures, and the "
-        "questions that a reviewer asks. Studies share their runs; the same command again resumes where it stopped, "
-        "and only writes results if all runs are finished.",
-        epilog="A study is a TOML file with panels and rows; experiments/ has all of them; your own file works too.",
+        help="the paper's table and figures, or your own study",
+        description="Run a study over several seeds, and write its tables, figures and an HTML page: the paper's table "
+        "and figures, further questions, or your own study. Studies share their runs; the same command again resumes "
+        "where it stopped, and if all runs are finished, it only writes the results.",
+        epilog="A study is a TOML file with panels and rows; experiments/ has all of these; your own file works too.",
         allow_abbrev=False,
     )
     paper.add_argument(
@@ -35,14 +37,20 @@ def add_paper(commands: Any) -> None:
     )
     paper.add_argument("--seeds", type=int, metavar="N", help="how many seeds [as the study says, mostly 5]")
     paper.add_argument("--out", type=Path, default=Path("runs/paper"), metavar="FOLDER", help="[runs/paper]")
-    paper.add_argument("--partial", action="store_true", help="run nothing; write results of what is finished")
-    paper.add_argument("--dry-run", action="store_true", help="print the runs and how many are missing")
+    paper.add_argument("--partial", action="store_true", help="run nothing; write the results of finished runs")
+    paper.add_argument(
+        "--choose",
+        type=Path,
+        metavar="FILE",
+        help="write the best settings of every algorithm in a study with a grid to a TOML file, for `chosen` of others",
+    )
+    paper.add_argument("--dry-run", action="store_true", help="print the runs, and how many are not finished")
     add_settings(paper, leave_out=("--algorithm", "--data"), config=False)
     paper.set_defaults(command=_paper)
 
 
 def _paper(parsed: argparse.Namespace) -> int:
-    from fedcpsl.runs.study import find_study, on_dataset, paper_studies, together, with_more
+    from fedcpsl.runs.study import edge_studies, find_study, on_dataset, paper_studies, together, with_more
 
     if parsed.seeds is not None and parsed.seeds < 1:
         raise InputError(f"--seeds {parsed.seeds}: give a whole number of at least 1")
@@ -50,7 +58,8 @@ def _paper(parsed: argparse.Namespace) -> int:
     dataset = settings.pop("data.dataset", None)
     if "run.seed" in settings:
         raise InputError("--seed: the first seed is set by the study; give --seeds N")
-    names = list(dict.fromkeys(n for given in parsed.studies for n in (paper_studies() if given == "all" else [given])))
+    joined = {"all": paper_studies(), "edge": edge_studies()}
+    names = list(dict.fromkeys(n for given in parsed.studies for n in joined.get(given, [given])))
     studies = [with_more(find_study(name), settings) for name in names]
     for name in [dataset] if dataset else list(dict.fromkeys(d for study in studies for d in study.datasets)):
         selected = [study for study in studies if name in (study.bases if dataset else study.datasets)]
@@ -66,7 +75,8 @@ def _paper(parsed: argparse.Namespace) -> int:
 def _run(parsed: argparse.Namespace, studies: Sequence["Study"], dataset: str) -> int:
     from rich.console import Console
 
-    from fedcpsl.report.study import cells_of, print_study, write_study
+    from fedcpsl.report.study import best_points, cells_of, print_study, write_study
+    from fedcpsl.report.study_needs import write_choice
     from fedcpsl.report.terminal import comparison_progress
     from fedcpsl.runs.comparison import run_folder
     from fedcpsl.runs.folder import is_finished
@@ -87,10 +97,14 @@ def _run(parsed: argparse.Namespace, studies: Sequence["Study"], dataset: str) -
         with comparison_progress(len(runs), Console(stderr=True)) as announce:
             finished = run_plan(folder, plan, announce)
     if not finished:
-        print("fedcpsl: stopped; give the same command again to go on", file=sys.stderr)
+        print("fedcpsl: stopped; give the same command again to continue", file=sys.stderr)
         return 130
     for study in studies:
         page = write_study(folder, study, dataset, plan.seeds)
-        print_study(study, dataset, cells_of(folder, study, dataset, plan.seeds))
+        cells = cells_of(folder, study, dataset, plan.seeds)
+        print_study(study, dataset, cells)
         print(f"results  {page.parent}\nreport   {page.resolve().as_uri()}")
+        if parsed.choose:
+            write_choice(parsed.choose, dataset, best_points(study, cells), f"fedcpsl paper {study.name}")
+            print(f"chosen   {parsed.choose}")
     return report_failed(runs)

@@ -11,7 +11,7 @@ from fedcpsl.torchrun import place
 
 MIN_WIDTH_ONE_LINE = 88  # columns: below, the curve goes under its title
 FORMATS = ("html", "md", "latex", "csv")
-TABLES = ("summary", "reach", "devices", "classes", "rounds")
+TABLES = ("summary", "reach", "devices", "classes", "rounds", "edge")
 PORT = 8420
 
 
@@ -66,7 +66,7 @@ def _show(parsed: argparse.Namespace) -> int:
 def add_report(commands: Any) -> None:
     report = commands.add_parser(
         "report",
-        help="one page about runs, or their tables",
+        help="write an HTML page about runs, or their tables",
         description="Write one self-contained HTML page about runs, comparisons, sweeps or studies. Runs that differ "
         "in their seed alone are grouped. With --format md, latex or csv, print tables instead.",
         allow_abbrev=False,
@@ -74,7 +74,10 @@ def add_report(commands: Any) -> None:
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a folder of a run, comparison or study")
     report.add_argument("--format", choices=FORMATS, default="html", help="a page, or tables as text [html]")
     report.add_argument(
-        "--table", choices=TABLES, help="which table [md and latex: all but rounds; csv: summary]", metavar="NAME"
+        "--table",
+        choices=TABLES,
+        help="which table: " + ", ".join(TABLES) + " [the first three; csv: summary]",
+        metavar="NAME",
     )
     report.add_argument(
         "--out", type=Path, metavar="FILE", help="where to write [a page: RUN/report.html, report.html; tables: stdout]"
@@ -144,6 +147,7 @@ def _tables(runs: Sequence[Path], form: str, name: str | None) -> str:
     run_set = load_runs(runs)
     wanted = [name] if name else ["summary"] if form == "csv" else ["summary", "reach", "devices"]
     makers = {"summary": summary_tables.summary, "reach": summary_tables.reach, "rounds": summary_tables.rounds}
+    makers["edge"] = summary_tables.edge
     tables: list[Table] = []
     for kind in wanted:
         if kind == "devices":
@@ -189,7 +193,7 @@ def _train_alone(runs: Sequence[Path]) -> bool:
 def add_watch(commands: Any) -> None:
     watch = commands.add_parser(
         "watch",
-        help="a run's page in your browser while it is running",
+        help="show a run's page in your browser while it is in progress",
         description="Serve the page of a run, a comparison, a sweep or a study to this machine alone. The page updates "
         "itself. Ctrl-C ends it; the run is not affected.",
         allow_abbrev=False,

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from fedcpsl.cli.options import (
 )
 from fedcpsl.cli.report import print_results
 from fedcpsl.errors import InputError, LostRankError, RunError
+from fedcpsl.settings import SEARCH
 from fedcpsl.torchrun import place, way_on
 
 
@@ -26,7 +28,7 @@ def add_run(commands: Any) -> None:
         "run",
         help="simulate a federation of devices",
         description="Simulate a federation: devices with few labels learn a global model together and a personal one "
-        "each. With no arguments: FedCPSL on the digits that ship with scikit-learn.",
+        "each. With no arguments: FedCPSL's successor, fedcpsl2, on the digits that ship with scikit-learn.",
         epilog=settings_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -47,7 +49,7 @@ def refuse_existing(folder: Path | None) -> None:
     except OSError as error:
         raise InputError(f"{folder}: cannot be a folder: {error.strerror}; give another --out") from error
     if exists:
-        raise InputError(f"{folder}: exists already; give another --out, or --resume {folder} to go on with it")
+        raise InputError(f"{folder}: exists already; give another --out, or --resume {folder} to resume it")
 
 
 @contextmanager
@@ -56,24 +58,24 @@ def resume_hint_on_lost_rank(command: str, folder: Path) -> Iterator[None]:
     try:
         yield
     except LostRankError as error:
-        raise RunError(f"{error}; go on with: {way_on(command, folder, place()[1])}") from error
+        raise RunError(f"{error}; resume with: {way_on(command, folder, place()[1])}") from error
 
 
 def _run(parsed: argparse.Namespace) -> int:
     if parsed.resume:
         if given_settings(parsed) or parsed.out or parsed.dry_run or parsed.gaps:
-            raise InputError("--resume goes on with the folder's own settings; give it alone")
+            raise InputError("--resume uses the settings of the folder; give it without other options")
         return _resume(parsed.resume, chosen_tracker(parsed))
     config = config_of(parsed, {"run.gaps": True} if parsed.gaps else {})
     refuse_existing(parsed.out)
     tracker = chosen_tracker(parsed)
-    from fedcpsl.runs.experiment import build
+    from fedcpsl.runs.experiment import build, without_search
 
+    if parsed.dry_run:
+        return _dry_run(build(without_search(config)), config.algorithm)
     experiment = build(config)
     if experiment.search:
         print(experiment.search, file=sys.stderr)
-    if parsed.dry_run:
-        return _dry_run(experiment)
     from rich.console import Console
 
     from fedcpsl.report.terminal import progress
@@ -115,7 +117,7 @@ def _resume(folder: Path, tracker: str | None) -> int:
 def _conclude(outcome: Any) -> int:
     if not outcome.finished:
         on = way_on("run", outcome.folder, place()[1])
-        print(f"fedcpsl: stopped after round {outcome.round}; go on with: {on}", file=sys.stderr)
+        print(f"fedcpsl: stopped after round {outcome.round}; resume with: {on}", file=sys.stderr)
         return 130
     from fedcpsl.report.page import write_report
 
@@ -125,15 +127,15 @@ def _conclude(outcome: Any) -> int:
     return 0
 
 
-def _dry_run(experiment: Any) -> int:
+def _dry_run(experiment: Any, algorithm: Any) -> int:
     from rich.console import Console
 
     from fedcpsl.algorithm import optional
     from fedcpsl.config import to_toml
     from fedcpsl.report.terminal import planned_steps, print_table, shown_devices, split_table
 
-    console = Console()
-    print(to_toml(experiment.config))
+    console, searched = Console(), algorithm.eta == SEARCH
+    print(to_toml(replace(experiment.config, algorithm=algorithm) if searched else experiment.config))
     print_table(split_table(shown_devices(experiment.federation, console)), console)
     steps, most = planned_steps(experiment)
     setup, terms = experiment.setup, experiment.setup.terms
@@ -141,7 +143,14 @@ def _dry_run(experiment: Any) -> int:
     print(
         f"{terms.rounds} rounds of {terms.work.active} devices: {about}{steps:,} local steps, at most {most:,} per "
         f"device and round; {terms.method.network.initial.numel():,} parameters; {setup.machine.executor} on "
-        f"{setup.data.where}\n"
-        "nothing was run or written"
+        f"{setup.data.where}{'; the step size will be searched first, in short runs' * searched}"
     )
+    if setup.edge is not None:
+        load, clock = setup.edge.load, setup.edge.cell.clock
+        print(
+            f"edge network {setup.edge.settings.profile!r}: {load.bits_up / 1e6:.3g} Mbit up and "
+            f"{load.bits_down / 1e6:.3g} Mbit down for each visit; a step takes {load.cycles / 1e6:.3g} Mcycles, "
+            f"{1e3 * load.cycles / clock.max():.3g} to {1e3 * load.cycles / clock.min():.3g} ms"
+        )
+    print("nothing was run or written")
     return 0

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcpsl.data.scaling import CHUNK_ROWS, Scaling, fit_scaling
-from fedcpsl.data.split import LABELLED, ROLES, TEST, UNLABELLED, Shares, draw_roles
+from fedcpsl.data.split import LABELLED, ROLES, SERVER, TEST, UNLABELLED, Shares, draw_roles, exchange_tests
 from fedcpsl.errors import InputError, printable
 from fedcpsl.schedule import Sizes
 
@@ -44,7 +44,7 @@ class Federation:
     x: NDArray[Any]  # [samples, ...]
     y: NDArray[np.int64]
     device: NDArray[np.int64]  # 0 ... devices-1
-    role: NDArray[np.int8]  # LABELLED, UNLABELLED, TEST or VALIDATION
+    role: NDArray[np.int8]  # LABELLED, UNLABELLED, TEST, VALIDATION, or SERVER: what it gave to the server
     classes: int
     names: tuple[str, ...]  # of the devices
     scaling: Scaling | None = None
@@ -67,14 +67,16 @@ class Federation:
         normalise: bool = True,
         seed: int = 0,
         recording: Any = None,
+        server: float = 0.0,
     ) -> "Federation":
         """Make a federation from arrays: `y` is -1 where unlabelled, `device` is the device that holds a sample.
 
         `test` marks each device's test samples; without it, `test_fraction` of a device's samples with known class
         are set aside. `labelled` < 1 hides some of the labels, as experiments do. `recording` says which recording a
-        sample is of, where samples are windows in the order of time.
+        sample is of, where samples are windows in the order of time. `server` is the share of a device's samples with
+        known class that the server holds in its place, for algorithms that learn there.
         """
-        shares = Shares(_share(labelled), "device", stratified, None, test_fraction, validation_fraction)
+        shares = Shares(_share(labelled), "device", stratified, None, test_fraction, validation_fraction, server)
         source = array_source(x, y, device, test, recording)
         return federate(source, shares, normalise=normalise, seed=seed)
 
@@ -116,9 +118,14 @@ class Federation:
         """Samples sorted by device, then role: each device's samples of one role are contiguous."""
         return np.lexsort((np.arange(len(self.y)), self.role, self.device))
 
-    @cached_property
+    @property
     def counts(self) -> NDArray[np.int64]:
-        """Samples by device and role, [devices, 4]: labelled, unlabelled, test, validation."""
+        """Samples that devices hold, by role, [devices, 4]: labelled, unlabelled, test, validation."""
+        return self.role_counts[:, :SERVER]
+
+    @cached_property
+    def role_counts(self) -> NDArray[np.int64]:
+        """The same with what each gave to the server, [devices, 5]."""
         roles = len(ROLES)
         return np.bincount(self.device * roles + self.role, minlength=roles * self.devices).reshape(-1, roles)
 
@@ -137,6 +144,11 @@ class Federation:
             changes = np.flatnonzero(np.diff(own)) + 1
             found.append(np.diff(np.concatenate([[0], changes, [len(own)]])))
         return tuple(found)
+
+    @property
+    def server_samples(self) -> NDArray[np.int64]:
+        """Which samples the server holds."""
+        return self.order[self.role[self.order] == SERVER]
 
     def class_counts(self, role: int) -> NDArray[np.int64]:
         """Samples of one role with known class, by device and class: [devices, classes]."""
@@ -176,7 +188,10 @@ def federate(source: Source, shares: Shares, *, normalise: bool, seed: int) -> F
     if not held.all():  # classes that no device holds; else avoid a large copy
         x, y, device, test = x[held], y[held], device[held], None if test is None else test[held]
     source = source._replace(x=x, recording=None if source.recording is None else source.recording[held])
-    return with_roles(source, y, device, draw_roles(y, device, test, shares, seed), normalise=normalise)
+    role = draw_roles(y, device, test, shares, seed)
+    if shares.foreign_test:
+        device = exchange_tests(device, role, shares.foreign_test, seed)
+    return with_roles(source, y, device, role, normalise=normalise)
 
 
 def _share(labelled: Any) -> float | list[float]:
@@ -188,7 +203,7 @@ def _check_shares(shares: Shares) -> None:
     each = [shares.labelled] if isinstance(shares.labelled, float | int) else list(shares.labelled)
     if not each or not all(0 <= share <= 1 for share in each) or not any(each):
         raise InputError(f"labelled = {shares.labelled}: give a number from 0 to 1, 0 excluded, or one per device")
-    for name, share in (("test", shares.test), ("validation", shares.validation)):
+    for name, share in (("test", shares.test), ("validation", shares.validation), ("server", shares.server)):
         if not 0 <= share < 1:
             raise InputError(f"the {name} share is {share}: give a number from 0 to 1, 1 excluded")
 

@@ -120,10 +120,11 @@ def assign_devices(source: Source, data: config.Data, seed: int) -> Source:
 
 
 def shares(data: config.Data) -> Shares:
-    """Return the shares of labelled, test and validation samples, from resolved settings."""
+    """Return the shares of labelled, test and validation samples and the server's, from resolved settings."""
     assert not isinstance(data.labelled, str)
     with_labels = None if data.labelled_devices == "all" else int(data.labelled_devices)
-    return Shares(data.labelled, data.labelled_by, data.stratified, with_labels, data.test, data.validation)
+    kept = (data.labelled, data.labelled_by, data.stratified, with_labels)
+    return Shares(*kept, data.test, data.validation, data.server, data.foreign_test)
 
 
 def data_folders(given: str) -> list[Path]:

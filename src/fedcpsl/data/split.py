@@ -1,4 +1,4 @@
-"""The split: which device holds each sample, and its role there (labelled, unlabelled, test, validation).
+"""The split: which device holds each sample, and its role there (labelled, unlabelled, test, validation, server).
 
 Every partition function returns each sample's device.
 """
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from fedcpsl.errors import InputError
 from fedcpsl.schedule import stream
 
-LABELLED, UNLABELLED, TEST, VALIDATION = 0, 1, 2, 3
-ROLES = ("labelled", "unlabelled", "test", "validation")
+LABELLED, UNLABELLED, TEST, VALIDATION, SERVER = range(5)
+ROLES = ("labelled", "unlabelled", "test", "validation", "server")  # the server's: labelled, and no device has them
 Owners = NDArray[np.int64]
 
 
@@ -145,12 +145,14 @@ class Shares(NamedTuple):
     labelled_devices: int | None = None  # number of devices, drawn by the seed, that have any labels; None: all
     test: float = 0.2
     validation: float = 0.0  # of the known samples without the test set
+    server: float = 0.0  # of the known samples without both: the server holds them, with their labels
+    foreign_test: float = 0.0  # of the test set: another device is tested on them
 
 
 def draw_roles(
     y: NDArray[np.int64], device: NDArray[np.int64], test: NDArray[np.bool_] | None, shares: Shares, seed: int
 ) -> NDArray[np.int8]:
-    """Draw each device's test and validation samples, then which of its remaining samples keep their labels."""
+    """Draw each device's test and validation samples, those that the server gets, then which others keep labels."""
     role = np.full(len(y), UNLABELLED, np.int8)
     devices = int(device.max()) + 1
     trained: list[NDArray[np.int64]] = []  # each device's training samples of known class, in random order
@@ -162,11 +164,27 @@ def draw_roles(
         else:
             tested, known = own[test[own]], known[~test[known]]
         validated, known = np.split(known, [round(shares.validation * len(known))])
-        role[tested], role[validated] = TEST, VALIDATION
+        given_away, known = np.split(known, [round(shares.server * len(known))])
+        role[tested], role[validated], role[given_away] = TEST, VALIDATION, SERVER
         trained.append(known)
     for visible in _visible_samples(trained, y, shares, seed):
         role[visible] = LABELLED
     return role
+
+
+def exchange_tests(device: NDArray[np.int64], role: NDArray[np.int8], share: float, seed: int) -> NDArray[np.int64]:
+    """The device of every sample once each has given a share of its test set to another, drawn by the seed.
+
+    The exchanged samples lie in a ring, device by device, and all move on by the largest device's number of them:
+    every device has as many as before, and none its own (unless one device has more than half of all).
+    """
+    rng, devices = stream(seed, "foreign"), int(device.max()) + 1
+    own = [samples[role[samples] == TEST] for samples in _by_device(device, devices)]
+    given = [rng.permutation(samples)[: round(share * len(samples))] for samples in own]
+    ring = np.concatenate([given[i] for i in rng.permutation(devices)])
+    exchanged = device.copy()
+    exchanged[ring] = np.roll(device[ring], max(map(len, given)))
+    return exchanged
 
 
 def _visible_samples(

@@ -13,6 +13,7 @@ import numpy as np
 from fedcpsl.deployment.endpoints import free_port
 from fedcpsl.deployment.status import read_status
 from fedcpsl.errors import InputError, RunError
+from fedcpsl.settings import DEFAULT_ALGORITHM
 from fedcpsl.storage import make_folder, write_whole
 
 JOB = """# What the devices of this federation do together.
@@ -28,12 +29,21 @@ deadline = 60
 name = "mlp"
 hidden = [64]
 
+[algorithm]
+name = "{algorithm}"
+eta = 0.05
+
 [work]
 rounds = {rounds}
 active = {active}
 """
 LABELLED_SHARE = 0.1
 DEMO_TIMEOUT_S = 900.0
+
+
+def demo_job(devices: int, rounds: int) -> str:
+    """Return the job of the default algorithm; a server has no samples to search a step size with."""
+    return JOB.format(algorithm=DEFAULT_ALGORITHM, devices=devices, rounds=rounds, active=max(1, devices - 2))
 
 
 def prepare_demo(folder: Path, devices: int, rounds: int) -> list[str]:
@@ -46,8 +56,7 @@ def prepare_demo(folder: Path, devices: int, rounds: int) -> list[str]:
 
     make_folder(folder)
     names = [f"phone-{i}" for i in range(devices)]
-    job = JOB.format(devices=devices, rounds=rounds, active=max(1, devices - 2))
-    write_whole(folder / "job.toml", job)
+    write_whole(folder / "job.toml", demo_job(devices, rounds))
     keys = folder / "keys"
     make_folder(keys)
     make_authority(keys)

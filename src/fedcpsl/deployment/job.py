@@ -12,7 +12,7 @@ from torch import nn
 
 from fedcpsl.algorithm import optional
 from fedcpsl.algorithms import find_algorithm
-from fedcpsl.config import Config, flat_settings, with_settings
+from fedcpsl.config import Config, flat_settings, new_config, to_toml
 from fedcpsl.data.federation import Source, parse_axes
 from fedcpsl.data.scaling import Scaling
 from fedcpsl.engine import Network, cache_last_call
@@ -24,7 +24,7 @@ from fedcpsl.federation.server import RoundRules
 from fedcpsl.federation.terms import Terms, shapes_of, terms_from
 from fedcpsl.models import choose_model, make_model
 from fedcpsl.schedule import stream
-from fedcpsl.settings import AUTO
+from fedcpsl.settings import AUTO, UNNAMED_ALGORITHM, toml_value
 from fedcpsl.simulation.setup import choose_eta
 from fedcpsl.trees import bytes_of
 
@@ -65,22 +65,7 @@ class Job(NamedTuple):
 
 def read_job(text: str, where: str) -> Job:
     """Read a job from its text. Every setting is checked, also the model's size before any memory is allocated."""
-    if len(text) > MAX_TEXT_LENGTH:
-        raise InputError(f"{where}: has {len(text)} characters; the maximum is {MAX_TEXT_LENGTH}")
-    try:
-        content = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, ValueError) as error:
-        raise InputError(f"{where}: not valid TOML: {error}") from error
-    except RecursionError:
-        raise InputError(f"{where}: not valid TOML: its lists or tables are nested too deeply") from None
-    own = content.pop("federation", None)
-    if not isinstance(own, dict):
-        raise InputError(f"{where}: needs a section [federation] with shape and classes")
-    known = [*RULE_KEYS, *LIMIT_KEYS, "aggregation", *DATA_KEYS, *PRIVACY_KEYS]
-    for key in own:
-        if key not in known:
-            raise InputError(f"{where}: [federation] {key}: no such setting; {did_you_mean(key, known)}")
-    config = with_settings(Config(), flat_settings(content, where))
+    config, own = _sections(text, where, UNNAMED_ALGORITHM)
     if ":" in config.model.name or config.model.name == AUTO:
         raise InputError(f"{where}: model.name = {config.model.name!r}: name a model of fedcpsl, for example mlp")
     shape, classes = own.get("shape"), own.get("classes")
@@ -107,6 +92,37 @@ def read_job(text: str, where: str) -> Job:
     if parameters_of(job) > MAX_PARAMETERS:
         raise InputError(f"{where}: its model has {parameters_of(job)} parameters; the maximum is {MAX_PARAMETERS}")
     return job
+
+
+def explicit_job(text: str, where: str, algorithm: str = UNNAMED_ALGORITHM) -> str:
+    """Return the text of the same job with every setting in it, so that no reader falls back to its own defaults.
+
+    `algorithm` is meant where the job names none.
+    """
+    config, own = _sections(text, where, algorithm)
+    return "\n".join([to_toml(config) + "[federation]", *(f"{key} = {toml_value(own[key])}" for key in own), ""])
+
+
+def _sections(text: str, where: str, algorithm: str) -> tuple[Config, dict[str, Any]]:
+    """Return the config of a job and its section [federation]; `algorithm` is meant where it names none."""
+    if len(text) > MAX_TEXT_LENGTH:
+        raise InputError(f"{where}: has {len(text)} characters; the maximum is {MAX_TEXT_LENGTH}")
+    try:
+        content = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, ValueError) as error:
+        raise InputError(f"{where}: not valid TOML: {error}") from error
+    except RecursionError:
+        raise InputError(f"{where}: not valid TOML: its lists or tables are nested too deeply") from None
+    own = content.pop("federation", None)
+    if not isinstance(own, dict):
+        raise InputError(f"{where}: needs a section [federation] with shape and classes")
+    known = [*RULE_KEYS, *LIMIT_KEYS, "aggregation", *DATA_KEYS, *PRIVACY_KEYS]
+    for key in own:
+        if key not in known:
+            raise InputError(f"{where}: [federation] {key}: no such setting; {did_you_mean(key, known)}")
+    if "edge" in content:
+        raise InputError(f"{where}: [edge] is for simulations; real devices have networks of their own: leave it out")
+    return new_config(flat_settings(content, where), algorithm), own
 
 
 def parameters_of(job: Job) -> int:

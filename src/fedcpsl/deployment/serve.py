@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedcpsl.deployment.endpoints import LOOPBACK, Notify, format_address
-from fedcpsl.deployment.job import Job, job_terms, max_message_bytes, read_job
+from fedcpsl.deployment.job import Job, explicit_job, job_terms, max_message_bytes, read_job
 from fedcpsl.deployment.status import read_status
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation.messages import Transport
 from fedcpsl.federation.privacy import check_delta, epsilon
 from fedcpsl.federation.server import DeviceNames, serve
 from fedcpsl.federation.server_store import ServerState, go_back
+from fedcpsl.settings import DEFAULT_ALGORITHM, SEARCH
 from fedcpsl.storage import locked, make_folder, to_json, write_whole
 
 if TYPE_CHECKING:  # they need more packages than rounds over another transport do
@@ -115,12 +116,12 @@ def serve_job(path: Path, config: ServerConfig, notify: Notify, show: Show, back
         raise InputError(
             f"--host {config.host}: without keys and TLS a server may only listen on loopback; use 'fedcpsl keys'"
         )
-    job = _read_job(path)
+    job = _job_to_serve(path, config.folder / "job.toml")
     if config.keys is not None:
         _check_keys(config.keys, notify)
     make_folder(config.folder, private=True)
     with locked(config.folder):
-        _keep_job(path, job, config.folder)
+        job = _keep_job(path, job, config.folder / "job.toml")
         ring = None if config.keys is None else KeyRing(config.keys, config.folder, notify)
         mailbox = Mailbox(job.text, max_message_bytes(job)[1], set if ring is None else ring.revoked)
         context = HttpContext(config.folder, mailbox, ring, notify)
@@ -135,16 +136,28 @@ def serve_job(path: Path, config: ServerConfig, notify: Notify, show: Show, back
                     time.sleep(pause_after(state))
 
 
-def _read_job(path: Path) -> Job:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    job = read_job(text, str(path))
+def _job_to_serve(path: Path, kept: Path) -> Job:
+    """Return the given job with every setting in it, as devices get it; the folder's own has the algorithm meant."""
+    old = read_job(_text_of(kept), str(kept)) if kept.exists() else None
+    algorithm = old.config.algorithm.name if old else DEFAULT_ALGORITHM
+    job = read_job(explicit_job(_text_of(path), str(path), algorithm), str(path))
+    if job.config.algorithm.eta == SEARCH:
+        raise InputError(
+            f'{path}: algorithm.eta = "search" of {job.config.algorithm.name}: a server has no samples to search with; '
+            "give a number (`fedcpsl run --data` finds one on samples like those of the devices, see step_size_search "
+            'in its manifest.json), or algorithm.name = "fedcpsl"'
+        )
     job_terms(job)
     if job.protection.noise:
         check_delta(job.delta)
     return job
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _check_keys(keys: Path, notify: Notify) -> None:
@@ -157,12 +170,15 @@ def _check_keys(keys: Path, notify: Notify) -> None:
         notify(f"warning: {warning}")
 
 
-def _keep_job(path: Path, job: Job, folder: Path) -> None:
-    """Copy the job into the folder; InputError where the folder has another one."""
-    kept = folder / "job.toml"
-    if kept.exists() and kept.read_text(encoding="utf-8", errors="replace") != job.text:
+def _keep_job(path: Path, job: Job, kept: Path) -> Job:
+    """Write the job into the folder, or return the same one from there as devices have it; InputError for another."""
+    if not kept.exists():
+        write_whole(kept, job.text, private=True)
+        return job
+    before = _text_of(kept)
+    if explicit_job(before, str(kept)) != job.text:
         raise InputError(f"{kept}: is another job than {path}; give another --folder, or the old job")
-    write_whole(kept, job.text, private=True)
+    return read_job(before, str(kept))
 
 
 def _go_back(job: Job, folder: Path, round: int, notify: Notify) -> None:

@@ -10,7 +10,7 @@ from safetensors.torch import load, save
 from fedcpsl.errors import RunError
 from fedcpsl.federation.messages import Message
 
-DTYPES = ("F32", "F64")  # that a tensor may have
+DTYPES = ("F32", "F64", "BOOL")  # that a tensor may have
 MAX_PREFIX_BYTES = 1 << 20
 Read = Callable[[int], bytes]
 

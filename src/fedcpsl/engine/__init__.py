@@ -12,8 +12,18 @@ goes through `vmap`. Every layer hands its gradient back before it adds to its t
 parameters themselves.
 """
 
-from fedcpsl.engine.leafwise import Leaves, scale_and_add, subtract_scaled
+from fedcpsl.engine.flops import counting, forward_flops
+from fedcpsl.engine.leafwise import Leaves, differences, scale_and_add, subtract_scaled
 from fedcpsl.engine.memo import cache_last_call
 from fedcpsl.engine.network import Network
 
-__all__ = ["Leaves", "Network", "cache_last_call", "scale_and_add", "subtract_scaled"]
+__all__ = [
+    "Leaves",
+    "Network",
+    "cache_last_call",
+    "counting",
+    "differences",
+    "forward_flops",
+    "scale_and_add",
+    "subtract_scaled",
+]

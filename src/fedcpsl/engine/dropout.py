@@ -15,7 +15,14 @@ _GOLDEN, _MIX_1, _MIX_2 = (c - (1 << 64) for c in CONSTANTS)
 
 
 def keyed_uniform(keys: Tensor, layer: int, count: int) -> Tensor:
-    """Numbers in [0, 1), shape [..., count], from int64 keys [...]: splitmix64 of key, layer and position."""
+    """Numbers in [0, 1), shape [..., count], from int64 keys [...]: splitmix64 of key, layer and position.
+
+    In a CPU's memory by NumPy, which has unsigned numbers: fewer operations, and the same bits.
+    """
+    if _in_cpu_memory(keys):
+        return torch.from_numpy(np.right_shift(_mixed(keys, layer, count), np.uint64(40)).astype(np.float32)) / (
+            1 << 24
+        )
     position = torch.arange(1, count + 1, device=keys.device) + (layer << 40)
     z = keys[..., None] + position * _GOLDEN
     z = (z ^ _shift(z, 30)) * _MIX_1
@@ -29,12 +36,19 @@ def _shift(z: Tensor, bits: int) -> Tensor:
 
 
 def keyed_kept(keys: Tensor, layer: int, count: int, p: float) -> Tensor:
-    """Which of the numbers of `keyed_uniform` are at least p.
-
-    In a CPU's memory by NumPy, which has unsigned numbers: a third of the time, and the same bits.
-    """
-    if keys.device.type != "cpu" or torch._C._functorch.is_functorch_wrapped_tensor(keys):
+    """Which of the numbers of `keyed_uniform` are at least p."""
+    if not _in_cpu_memory(keys):
         return keyed_uniform(keys, layer, count) >= p
+    least = ceil(float(np.float32(p)) * (1 << 24))  # of the highest 24 bits, which make the number
+    return torch.from_numpy(_mixed(keys, layer, count) >= np.uint64(least << 40))
+
+
+def _in_cpu_memory(keys: Tensor) -> bool:
+    return keys.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(keys)
+
+
+def _mixed(keys: Tensor, layer: int, count: int) -> NDArray[Any]:
+    """splitmix64 of key, layer and position, [..., count], of keys in a CPU's memory."""
     _, mix_1, mix_2 = map(np.uint64, CONSTANTS)
     z = keys.numpy().view(np.uint64)[..., None] + _steps(layer, count)
     shifted = np.empty_like(z)
@@ -42,8 +56,7 @@ def keyed_kept(keys: Tensor, layer: int, count: int, p: float) -> Tensor:
         z ^= np.right_shift(z, np.uint64(bits), out=shifted)
         z *= mix
     z ^= np.right_shift(z, np.uint64(31), out=shifted)
-    least = ceil(float(np.float32(p)) * (1 << 24))  # of the highest 24 bits, which make the number
-    return torch.from_numpy(z >= np.uint64(least << 40))
+    return z
 
 
 @lru_cache(maxsize=64)

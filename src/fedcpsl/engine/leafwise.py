@@ -42,6 +42,11 @@ def subtract_scaled(leaves: Leaves, numbers: Tensor, others: Leaves) -> None:
     torch._foreach_addcmul_(leaves, _over_each_model(numbers, leaves), others, value=-1)
 
 
+def differences(leaves: Leaves, others: Leaves) -> Leaves:
+    """leaf - other."""
+    return tuple(torch._foreach_sub(leaves, others))
+
+
 def _numbers_over_each(numbers: Tensor, leaves: Leaves) -> list[Tensor]:
     return [numbers.reshape((*numbers.shape, *(1,) * (leaf.dim() - numbers.dim()))) for leaf in leaves]
 

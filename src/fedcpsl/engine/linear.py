@@ -181,7 +181,7 @@ def dense(layers: Sequence[Linear]) -> Dense:
     """From x [slots, models or 1, ..., in] to outputs, valid until the next call, and what takes gradients back."""
     (slots, models, out), width = layers[-1].matrices.shape, layers[0].matrices.together_transposed.shape[2]
 
-    @lru_cache(maxsize=1)
+    @lru_cache(maxsize=2)  # for the rows that are learnt, and for those that are only predicted
     def buffers_for(rows: int, together: bool) -> tuple[list[LayerBuffers], Tensor, Tensor]:
         buffers = _buffers(layers, rows, together)
         return buffers, _in_order(buffers[-1].y, models, out), _in_order(buffers[-1].slope, models, out)

@@ -5,7 +5,7 @@ line. In the local steps it is a tuple of the module's own tensors (`Leaves`), w
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from copy import deepcopy
 
 import torch
@@ -88,6 +88,16 @@ class Network:
         kinds = (is_matmul, is_convolution, is_parameter_free)
         return self.fully_linear or (self._by_hand and all(any(k(layer) for k in kinds) for layer in self._layers))
 
+    @property
+    def how(self) -> Hashable:
+        """How it is computed: equal for networks that compute in the same way."""
+        return self.batched, self.arithmetic.precision
+
+    def alike(self, module: nn.Module, outputs: int) -> "Network":
+        """Another module for the same inputs, computed in the same way."""
+        example = self.initial.new_zeros(2, *self.input_shape)
+        return Network(module, example, outputs, batched=self.batched, precision=self.arithmetic.precision)
+
     def split(self, theta: Tensor) -> Leaves:
         """A flat theta [..., parameters] as the module's tensors, [..., *shape] each."""
         pieces = zip(theta.split(self.sizes, -1), self.shapes.values(), strict=True)
@@ -110,15 +120,25 @@ class Network:
 
     def log_probabilities_at(self, leaves: Leaves, x: Tensor) -> Tensor:
         """As `log_probabilities`, of models that are given as leaves, [..., *shape] each."""
-        self._set_mode(training=False)
+        return torch.log_softmax(self.outputs_at(leaves, x), -1)
+
+    def outputs_at(self, leaves: Leaves, x: Tensor, learning_into: Leaves | None = None) -> Tensor:
+        """The outputs before softmax, in evaluation mode, valid until the next call; as `log_probabilities_at`.
+
+        With `learning_into`, where `add_gradient` adds the gradients of the same models, it finds their views ready.
+        """
+        if not (self.same_in_both_modes and self.batched):
+            self._set_mode(training=False)
         lead = self._lead(leaves)
         if not lead:
-            return torch.log_softmax(self._one(leaves, x, None), -1)
-        if self.batched:
-            bound = bind(self._layers, self._gridded(leaves, lead), None, self.arithmetic)
-            outputs, _ = forward(bound, as_slots(x, lead), None)
-            return torch.log_softmax(outputs, -1).reshape(*lead, *outputs.shape[2:])
-        return torch.log_softmax(self._each(self._models(by_model(leaves, lead)), x, None, lead), -1)
+            return self._one(leaves, x, None)
+        if not self.batched:
+            return self._each(self._models(by_model(leaves, lead)), x, None, lead)
+        usable = self.same_in_both_modes and not x.is_cuda  # a GPU replays what it has captured
+        ready = self._learning(leaves, learning_into) if learning_into and usable else None
+        bound = ready or bind(self._layers, self._gridded(leaves, lead), None, self.arithmetic)
+        outputs, _ = forward(bound, as_slots(x, lead), None)
+        return outputs.reshape(*lead, *outputs.shape[2:])
 
     def _has_own_kernels(self, x: Tensor) -> bool:
         """Whether its convolutions are kernels of our own, which are faster than PyTorch's for one model too."""
@@ -147,8 +167,11 @@ class Network:
         torch._foreach_add_(*map(list, zip(*there, strict=True)))
         return costs
 
-    def descend(self, models: Leaves, eta: Tensor, x: Tensor, keys: Tensor | None, cost: Cost) -> Tensor:
-        """As `add_gradient`: models = models - eta gradient, in place; eta is [...].
+    def descend(
+        self, models: Leaves, eta: Tensor, x: Tensor, keys: Tensor | None, cost: Cost, at: Leaves | None = None
+    ) -> Tensor:
+        """As `add_gradient`: models = models - eta gradient, in place; eta is [...]. The gradient is that of the models
+        themselves, or of others (`at`), which stay as they are.
 
         In a batched network layers take back -eta times the gradient, and each adds its part straight to its
         parameters, once it has no more use for them: the gradient itself is never in memory.
@@ -156,8 +179,8 @@ class Network:
         self._set_mode(training=True)
         lead = self._lead(models)
         if self.batched:
-            return self._add_gradient_batched(models, models, x, keys, differentiated(cost).times(-eta), lead)
-        costs, gradients = self._gradients(models, x, keys, cost, lead)
+            return self._add_gradient_batched(models, at or models, x, keys, differentiated(cost).times(-eta), lead)
+        costs, gradients = self._gradients(at or models, x, keys, cost, lead)
         both = zip(by_model(models, lead), gradients, strict=True)
         filled = [torch.zeros_like(piece) if g is None else g for piece, g in both]
         each = (filled[i :: len(models)] for i in range(len(models)))  # a leaf's gradients in all models

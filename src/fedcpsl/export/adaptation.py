@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedcpsl.algorithm import optional
-from fedcpsl.algorithms import find_algorithm, traits_of
+from fedcpsl.algorithms import find_algorithm
 from fedcpsl.config import Config, Data, to_toml
 from fedcpsl.data.federation import Federation, Source, federate
 from fedcpsl.data.sources import load_source
@@ -17,7 +17,7 @@ from fedcpsl.data.tables import column_names, is_table
 from fedcpsl.errors import InputError
 from fedcpsl.evaluation import Evaluation, evaluate
 from fedcpsl.export.personal_model import with_tensors
-from fedcpsl.export.saved_run import SavedRun, on_this_machine, one_device
+from fedcpsl.export.saved_run import SavedRun, general_tensors, on_this_machine, one_device
 from fedcpsl.runs.checkpoint import save_models
 from fedcpsl.runs.environment import make_manifest
 from fedcpsl.runs.folder import write_manifest
@@ -77,9 +77,10 @@ def rounds_of_a_device(run: SavedRun) -> int:
 
 def check_adaptable(run: SavedRun) -> None:
     """Raise InputError if the run has no global model."""
-    name = run.config.algorithm.name
-    if traits_of(name).alone:
-        raise InputError(f"{run.folder}: {name} has no global model that a new device could start from")
+    if not general_tensors(run):
+        raise InputError(
+            f"{run.folder}: {run.config.algorithm.name} has no global model that a new device could start from"
+        )
 
 
 def adapt(run: SavedRun, data: Data, name: str, rounds: int) -> Adapted:
@@ -92,6 +93,11 @@ def adapt(run: SavedRun, data: Data, name: str, rounds: int) -> Adapted:
     data = _with_columns(data, run.config.data)
     federation = _federation(run, data, name)
     newcomer, adapted = (optional(find_algorithm(algorithm.name)[0], name) for name in ("newcomer", "adapted"))
+    if adapted is None and optional(find_algorithm(algorithm.name)[0], "phases") is None:
+        raise InputError(
+            f"{run.folder}: {algorithm.name} has no personal rounds in which a new device could train; it can use the "
+            "global model: fedcpsl export --device global"
+        )
     rounds = 0 if adapted else rounds
     config = replace(
         run.config,

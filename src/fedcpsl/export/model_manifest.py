@@ -52,7 +52,7 @@ class Predictor(NamedTuple):
 
 def shareable_config(config: Config) -> dict[str, Any]:
     """Return a run's settings without the folders of paths, to be shared with the model."""
-    settings = asdict(config)
+    settings = {name: values for name, values in asdict(config).items() if name != "edge"}
     data = settings["data"]
     settings["data"] = data | {name: Path(data[name]).name for name in ("file", "dir", "split")}
     return settings

@@ -84,7 +84,7 @@ def load_saved_run(folder: Path) -> SavedRun:
     config, manifest, path = read_run_config(folder), read_manifest(folder), folder / "models.safetensors"
     if not path.is_file():
         if not is_finished(folder):
-            raise InputError(f"{folder}: is not finished; go on with: fedcpsl run --resume {folder}")
+            raise InputError(f"{folder}: is not finished; resume with: fedcpsl run --resume {folder}")
         raise InputError(
             f'{folder}: has no models: it was run with run.keep = "{config.run.keep}"; '
             "run it again with --set run.keep=models"
@@ -114,20 +114,24 @@ def _description_from_data(config: Config, digest: str, folder: Path) -> dict[st
     return {"class_names": names, "input_shape": federation.shape, "features": federation.features}
 
 
+def general_tensors(run: SavedRun) -> dict[str, Tensor]:
+    """Return the global model by the names of its parameters; empty where the algorithm has none."""
+    return {} if traits_of(run.config.algorithm.name).alone else run.under("global/")
+
+
 def model_of_device(run: SavedRun, device: str | None) -> DeviceModel:
     """Return the model of a device, by name or number, or "global"; without a name, of the only device."""
-    alone = traits_of(run.config.algorithm.name).alone
+    general = general_tensors(run)
     number, name = (None, GLOBAL) if device == GLOBAL else find_device(run, device)
     if device == GLOBAL and GLOBAL in device_names(run):
         raise InputError(f"--device {GLOBAL}: is a device of {run.folder} too; rename it in the data and run again")
-    if alone and number is None:
+    if not general and number is None:
         raise InputError(f"{run.folder}: {run.config.algorithm.name} has no global model; give --device NAME")
     localized: dict[str, Tensor] = {}
     if number is not None and run.has_own_models:
         localized = run.under(f"device{number}/localized/")
         if not localized:
             raise _never_active(run, name)
-    general = {} if alone else run.under("global/")
     model = run.model
     bound = bind_algorithm(run, model, number)
     mixes = number is not None and general and localized
@@ -139,7 +143,8 @@ def model_of_device(run: SavedRun, device: str | None) -> DeviceModel:
         return _probabilities(bound, run.scaling, thetas[0], thetas[1], x)
 
     predict = predict_of(bound.algorithm, bound.method)
-    module = PersonalModel(predict, modules[0], modules[1], bound.numbers if mixes else {}, run.scaling)
+    needed = mixes or (localized and optional(bound.algorithm, "predicting"))  # where the device keeps some itself
+    module = PersonalModel(predict, modules[0], modules[1], bound.numbers if needed else {}, run.scaling)
     return DeviceModel(manifest, module, Predictor(manifest, predict_samples))
 
 
@@ -275,11 +280,8 @@ def _probabilities(
         given = batch.to(network.initial)
         if scaling:
             given = normalise(given, *(torch.from_numpy(np.asarray(t)).to(given) for t in scaling))
-        log_h, log_h_own = (None if t is None else network.log_probabilities(t, given) for t in (theta, own))
-        one = log_h if log_h_own is None else log_h_own
-        assert one is not None
-        both = log_h is not None and log_h_own is not None
-        parts.append(bound.algorithm.predict(bound.method, bound.hyper, log_h, log_h_own) if both else one)
+        both = [None if t is None else network.log_probabilities(t, given) for t in (theta, own)]
+        parts.append(bound.algorithm.predict(bound.method, bound.hyper, *both))
     found: NDArray[np.float32] = torch.cat(parts).exp().to(torch.float32).numpy()
     return found
 
@@ -295,10 +297,9 @@ class DevicePredictions(NamedTuple):
 def predict_by_device(run: SavedRun, x: NDArray[Any], devices: list[str]) -> DevicePredictions:
     """Predict each sample by its own device's model; by the global model if the device is unknown or never trained."""
     names = device_names(run)
-    alone = traits_of(run.config.algorithm.name).alone
     models = [name if name in names and _has_model(run, names[name]) else GLOBAL for name in devices]
     unknown = sorted({device for device, model in zip(devices, models, strict=True) if model == GLOBAL})
-    if unknown and alone:
+    if unknown and not general_tensors(run):
         raise InputError(
             f"device {printable(unknown[0])!r} is not in {run.folder}, and {run.config.algorithm.name} has no "
             f"global model; {did_you_mean(unknown[0], names)}"

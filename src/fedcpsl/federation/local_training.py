@@ -5,14 +5,24 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from fedcpsl.algorithm import optional, predicting, visit_of
+from fedcpsl.algorithm import Visit, optional, predicting, visit_of
 from fedcpsl.data.federation import Federation
-from fedcpsl.device_round import all_labelled, device_round, is_relabelled, relabelled
+from fedcpsl.device_round import (
+    all_labelled,
+    device_round,
+    is_relabelled,
+    prepared,
+    relabelled,
+    reviewed,
+    visit_if_needed,
+)
 from fedcpsl.errors import RunError
 from fedcpsl.federation.messages import Instruction
 from fedcpsl.federation.terms import Terms
+from fedcpsl.methods import check_recordings
 from fedcpsl.problem import Samples
 from fedcpsl.schedule import DeviceRound, Draw, Drawn, Sizes, Work, draw_extra, draw_tasks
 from fedcpsl.simulation import Setup
@@ -33,10 +43,15 @@ class LocalData(NamedTuple):
     x_test: Tensor
     y_test: Tensor
     axes: tuple[Axes, ...] = ()  # of windows, for views
+    recordings: NDArray[np.int64] | None = None  # lengths, of its unlabelled samples; None: not known
 
     @property
     def all_labelled(self) -> Samples:
         return all_labelled(self.x_labelled, self.labels)
+
+    @property
+    def visit(self) -> Visit:
+        return visit_of(self.labels.sum(0), self.x_unlabelled, self.x_labelled, self.labels)
 
     @property
     def labelled(self) -> int:
@@ -62,6 +77,7 @@ def _rows_of(device_data: DeviceData, device: int) -> LocalData:
         device_data.test.x[test],
         device_data.test.y[test],
         device_data.axes,
+        None if device_data.recordings is None else device_data.recordings[device],
     )
 
 
@@ -74,6 +90,7 @@ def empty_local_data(terms: Terms, shape: Sequence[int]) -> LocalData:
 
 def local_data_from(federation: Federation, terms: Terms) -> LocalData:
     """Return the samples of the only device of a federation, on the processor and in the dtype of its network."""
+    check_recordings(terms.method, federation.recordings)
     device_data = place_samples(federation, terms.where, terms.dtype, None, np.zeros(1, np.int64))
     return _rows_of(device_data, 0)
 
@@ -82,7 +99,8 @@ def draw_task(terms: Terms, local_data: LocalData, seed: int, round: int, device
     """Draw a device's part of a round from the same random streams as the simulator."""
     sizes = _sizes_of(local_data, device)
     work = terms.work._replace(unit="steps", amount=steps, loss_rate=0.0)
-    (task,) = draw_tasks(seed, round, [device], sizes, work, **terms.method.draws)
+    recordings = None if local_data.recordings is None else {device: local_data.recordings}
+    (task,) = draw_tasks(seed, round, [device], sizes, work, **terms.method.draws, recordings=recordings)
     return task
 
 
@@ -102,7 +120,9 @@ def local_minibatches(terms: Terms, local_data: LocalData, nu: Tensor, task: Dev
     weights[1, widths[0] :] = 1 / max(widths[1], 1)
     views = views_for(terms.method.traits.views, tuple(local_data.x_labelled.shape[1:]), local_data.axes)
     view_keys = None if views is None else torch.from_numpy(_view_keys_of(task, terms.work)).to(where)
-    held = weights.new_tensor(local_data.unlabelled) if terms.method.traits.per_sample else None
+    traits = terms.method.traits
+    held = weights.new_tensor(local_data.unlabelled) if traits.per_sample else None
+    positions = bool(traits.per_sample) or traits.positions
     draws = [draw for draw in terms.method.traits.draws if not draw.per_visit]
     extra = {draw.name: _extra_minibatches(terms, local_data, nu, draw, task.extra[draw.name]) for draw in draws}
     for t in range(task.steps):
@@ -117,7 +137,7 @@ def local_minibatches(terms: Terms, local_data: LocalData, nu: Tensor, task: Dev
             keys=None if keys is None else keys[t],
             strong=strong,
             extra={name: next(others) for name, others in extra.items()},
-            which=torch.cat([labelled[t], unlabelled[t]]) if terms.method.traits.per_sample else None,
+            which=torch.cat([labelled[t], unlabelled[t]]) if positions else None,
             held=held,
         )
 
@@ -148,14 +168,14 @@ def drawn_once(terms: Terms, local_data: LocalData, nu: Tensor, draw: Draw, draw
     return next(_extra_minibatches(terms, local_data, nu, draw, drawn))
 
 
-def _keys_of(task: DeviceRound, batch_labelled: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+def _keys_of(task: DeviceRound, batch_labelled: int) -> NDArray[np.int64]:
     """Return the dropout keys of the drawn rows. Keys of labelled rows come first, even where a device has none."""
     assert task.keys is not None
     first, rest = np.split(task.keys, [batch_labelled], 1)
     return np.concatenate([first[:, : task.labelled.shape[1]], rest[:, : task.unlabelled.shape[1]]], 1)
 
 
-def _view_keys_of(task: DeviceRound, work: Work) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+def _view_keys_of(task: DeviceRound, work: Work) -> NDArray[np.int64]:
     """Return the keys of the drawn rows' views: weak ones of labelled and unlabelled rows, then strong ones."""
     assert task.views is not None
     weak, unlabelled, strong = np.split(task.views, np.cumsum([work.batch_labelled, work.batch_unlabelled]), 1)
@@ -191,9 +211,8 @@ def train(
     task = draw_task(terms, local_data, seed, round, instruction.device, instruction.steps)
     if not task.steps:
         raise RunError("this device has no samples that the algorithm uses; nothing was done")
-    prepare = optional(algorithm, "prepare")
-    if prepare:
-        device = prepare(method, hyper, broadcast, device, visit_of(local_data.labels.sum(0), local_data.x_unlabelled))
+    visit = visit_if_needed(algorithm, lambda: local_data.visit)
+    device = prepared(algorithm, method, hyper, broadcast, device, visit)
     given = (algorithm, method, hyper, broadcast, device)
     if is_relabelled(algorithm, method, warming=warming):
         nu = relabelled(*given, lambda first, last: local_data.x_unlabelled[first:last], nu)
@@ -210,7 +229,8 @@ def train(
             "this device's loss is no longer a finite number; the server should use a smaller algorithm.eta "
             "(or algorithm.alpha_p)"
         )
-    return TrainingResult(done.device, nu, done.upload, done.steps)
+    kept = reviewed(algorithm, method, hyper, broadcast, done.device, done.upload, visit)
+    return TrainingResult(kept, nu, done.upload, done.steps)
 
 
 def answer(terms: Terms, local_data: LocalData, nu: Tensor, instruction: Instruction) -> Tree:

@@ -151,13 +151,18 @@ def reply_message(reply: Reply) -> Message:
 
 def sent_tensors(tree: Tree) -> dict[str, Tensor]:
     """Return the tensors of a state that are sent, by field name. Integers are step counts, which the header has."""
-    return {name: t for name, t in named_leaves(tree).items() if t.numel() and t.is_floating_point()}
+    return {name: t for name, t in named_leaves(tree).items() if t.numel() and _travels(t)}
+
+
+def _travels(t: Tensor) -> bool:
+    """Return whether a tensor is sent: numbers, and what is true or false, which privacy leaves as it is."""
+    return t.is_floating_point() or t.dtype == torch.bool
 
 
 def read_tree(tensors: Mapping[str, Tensor], like: Tree, steps: int) -> Tree:
     """Rebuild a state from received tensors and the step count."""
     count = torch.tensor(steps)
-    values = [tensors.get(name, t) if t.is_floating_point() else count for name, t in named_leaves(like).items()]
+    values = [tensors.get(name, t) if _travels(t) else count for name, t in named_leaves(like).items()]
     return rebuilt(like, values)
 
 

@@ -55,7 +55,7 @@ from fedcpsl.federation.server_store import (
     restart_control_variates,
     save_server_state,
 )
-from fedcpsl.federation.terms import Terms, digest, greeting_of, keeps_sums, sent_to
+from fedcpsl.federation.terms import Terms, digest, greeting_of, keeps_sums, sends_kinds, sent_to
 from fedcpsl.schedule import draw_active, draw_by_weight, draw_extra, draw_numbers, draw_probes, draw_steps
 from fedcpsl.storage import locked, make_folder
 from fedcpsl.trees import Tree, leaves, map_tensors
@@ -478,9 +478,17 @@ def _check_rules(terms: Terms, rules: RoundRules) -> None:
         raise InputError("least, rounds, attempts and deadline: give at least 1, and more than 0 seconds")
     check_limits(rules.limits)
     if rules.limits.aggregation in COORDINATE_WISE and keeps_sums(terms):
-        raise InputError(f"aggregation = {rules.limits.aggregation!r}: works only without control variates")
+        raise InputError(
+            f"aggregation = {rules.limits.aggregation!r}: this algorithm's server keeps a sum of device states, such "
+            f"as control variates; give {BOUNDED!r} or {CLIPPED!r}"
+        )
+    if rules.limits.aggregation in COORDINATE_WISE and sends_kinds(terms):
+        raise InputError(
+            f"aggregation = {rules.limits.aggregation!r}: this algorithm's devices send different kinds of updates; "
+            f"give {BOUNDED!r} or {CLIPPED!r}"
+        )
     if rules.limits.aggregation in COORDINATE_WISE and optional(terms.algorithm, "receive"):
         raise InputError(
-            f"aggregation = {rules.limits.aggregation!r}: this algorithm's server must know whose update is whose; "
-            f"give {BOUNDED!r} or {CLIPPED!r}"
+            f"aggregation = {rules.limits.aggregation!r}: this algorithm's server must know which device sent which "
+            f"update; give {BOUNDED!r} or {CLIPPED!r}"
         )

@@ -16,10 +16,10 @@ from fedcpsl.problem import Samples
 from fedcpsl.schedule import Work, work_of
 from fedcpsl.settings import Work as WorkSettings
 from fedcpsl.simulation import Setup
-from fedcpsl.trees import Tree, map_tensors
+from fedcpsl.trees import Tree, leaves, map_tensors
 
 # left out of digests where an algorithm has none: older jobs stay what they were
-LATER_TRAITS = ("follows", "views", "draws", "per_sample", "probe")
+LATER_TRAITS = ("follows", "views", "draws", "per_sample", "positions", "probe", "server_data")
 
 
 class Terms(NamedTuple):
@@ -93,6 +93,11 @@ def keeps_sums(terms: Terms) -> bool:
     declared, shapes = optional(terms.algorithm, "invariants"), shapes_of(terms)
     one = map_tensors(lambda t: t[None], shapes.device)
     return bool(declared and declared(terms.method, shapes.server, one, terms.hyper[0].new_ones(1)))
+
+
+def sends_kinds(terms: Terms) -> bool:
+    """Return whether an update says which of its parts a device has sent (FedHAR): zeros must not count as numbers."""
+    return any(t.dtype == torch.bool for t in leaves(shapes_of(terms).upload))
 
 
 def greeting_of(terms: Terms, broadcast: Tree) -> Tree:

@@ -8,7 +8,7 @@ from flwr.app import Context, MessageType
 from flwr.app import Message as FlowerMessage
 from flwr.serverapp import Grid
 
-from fedcpsl.deployment.job import read_job
+from fedcpsl.deployment.job import explicit_job, read_job
 from fedcpsl.deployment.serve import pause_after, run_rounds
 from fedcpsl.deployment.wire import pack, unpack
 from fedcpsl.errors import InputError, RunError
@@ -95,7 +95,7 @@ def run(grid: Grid, context: Context) -> None:
     folder = Path(str(context.run_config["folder"]))
     path = folder / "job.toml"
     try:
-        job = read_job(path.read_text(encoding="utf-8"), str(path))
+        job = read_job(explicit_job(path.read_text(encoding="utf-8"), str(path)), str(path))
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     for state in run_rounds(GridTransport(grid, job.text), job, folder):

@@ -22,12 +22,13 @@ MAX_KEYS = 12  # of a legend
 BANDS = {"devices": "one standard deviation over devices", "seeds": "the 95 % interval over seeds", "": "no band"}
 COLOURS = 8  # of the page's palette; further lines are grey
 MAX_POINTS = 3_000  # of all series of a chart: limits the size of a page
-X_UNITS = {"round": "", "MB sent": " MB"}
+SECONDS, JOULES = "virtual time, s", "energy, J"
+X_UNITS = {"round": "", "MB sent": " MB sent", SECONDS: " s", JOULES: " J"}
 
 
 def all_charts(run_set: RunSet) -> dict[str, Chart]:
     """Return the charts of a page, by id."""
-    makers = (accuracy_charts, label_charts, uplink_charts, gap_charts)
+    makers = (accuracy_charts, label_charts, uplink_charts, edge_charts, gap_charts)
     return {chart["id"]: chart for make in makers for chart in make(run_set)}
 
 
@@ -72,6 +73,21 @@ def uplink_charts(run_set: RunSet) -> list[Chart]:
     return _not_empty([_chart("uplink", "Personal accuracy by what was sent", "accuracy, %", series, x="MB sent")])
 
 
+def edge_charts(run_set: RunSet) -> list[Chart]:
+    """Return charts of accuracy by virtual time and by energy, for runs with an edge network."""
+    coloured, most = zip(run_set.groups, colours_of(run_set), strict=True), _max_points(run_set)
+    groups = [(group, k) for group, k in coloured if all("edge" in m for run in group.runs for m in run.metrics)]
+    charts = []
+    for name, x, of in (("edge-time", SECONDS, _virtual_seconds), ("edge-energy", JOULES, _joules)):
+        if len(run_set.groups) == 1:
+            lines = [_series(group, model, model, k, of=of) for group, _ in groups for k, model in enumerate(MODELS)]
+        else:
+            lines = [_series(group, "personal", group.name, k, of=of, most=most) for group, k in groups]
+        title = f"{'Accuracy' if len(run_set.groups) == 1 else 'Personal accuracy'} by {x.partition(',')[0]}"
+        charts.append(_chart(name, title, "accuracy, %", lines, x=x))
+    return _not_empty(charts)
+
+
 def gap_charts(run_set: RunSet) -> list[Chart]:
     """Return a chart of the optimality gap on a logarithmic scale, if it was logged."""
     groups, most = zip(run_set.groups, colours_of(run_set), strict=True), _max_points(run_set)
@@ -99,6 +115,14 @@ def _not_empty(charts: Sequence[Chart]) -> list[Chart]:
 
 def _megabytes(metrics: Metrics) -> float:
     return round(metrics["uplink_bytes"] / 1e6, 3)
+
+
+def _virtual_seconds(metrics: Metrics) -> float:
+    return float(metrics["edge"]["seconds"])
+
+
+def _joules(metrics: Metrics) -> float:
+    return float(metrics["edge"]["compute_joules"] + metrics["edge"]["radio_joules"])
 
 
 def _round(metrics: Metrics) -> float:
@@ -129,7 +153,7 @@ def _series(
         values = [scale * float(value_of(m, key, part) or 0) for m in rows[r]]
         spreads = [value_of(m, key, "std") if isinstance(m[key], dict) else None for m in rows[r]]
         inside = [scale * spread for spread in spreads if spread is not None]
-        series["x"].append(round(float(np.mean([of(m) for m in rows[r]])), 3))
+        series["x"].append(float(f"{np.mean([of(m) for m in rows[r]]):.7g}"))
         series["y"].append(_short(float(np.mean(values))))
         within = sum(spread**2 for spread in inside) / len(inside) if inside else 0.0
         series["devices"].append(_short(float(np.sqrt(within + np.var(values)))) if inside else None)
@@ -150,7 +174,8 @@ def _chart(name: str, title: str, y: str, series: Sequence[Series], *, x: str = 
     chart["band"] = "devices" if name == "accuracy" and bands else "seeds" if "seeds" in bands else ""
     if shown:
         xs, ys = [v for s in shown for v in s["x"]], [v for s in shown for v in s["y"]]
-        low, high = min(xs), max(*xs, min(xs) + 1)
+        low, high = min(xs), max(xs)
+        high = high if high > low and x != "round" else max(high, low + 1)
         chart["xrange"] = [low, high]
         chart["xticks"] = [t for t in ticks(low, high, 8) if x != "round" or t == round(t)]
         chart["yrange"], chart["yticks"] = _powers(ys) if log else _percents(ys)

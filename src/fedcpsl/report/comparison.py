@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedcpsl.report.tables import size
+from fedcpsl.report.tables import duration, joules, size
 from fedcpsl.report.terminal import available_width, print_table
 from fedcpsl.report.verdict import as_sentence, comparison_verdicts, score_of
-from fedcpsl.runs.comparison import SUMMARISED, read_plan, run_folder, summarise
+from fedcpsl.runs.comparison import EDGE, SUMMARISED, read_plan, run_folder, summarise
 from fedcpsl.runs.folder import read_metrics
 from fedcpsl.storage import to_json, write_whole
 
@@ -39,10 +39,12 @@ def comparison_table(summary: Mapping[str, Any]) -> Table:
     cases, seeds = summary["cases"], summary["seeds"]
     rows = _rows(summary)
     which = f"{len(seeds)} seeds ({seeds[0]} to {seeds[-1]})" if len(seeds) > 1 else f"seed {seeds[0]}"
-    per_step = "; gradients: of a step, one per model and minibatch" * ("gradients" in rows[0])
+    per_step = "; gradients: minibatch gradients per local step" * ("gradients" in rows[0])
+    spent = "virtual time, energy, " * ("energy" in rows[0])
+    reached = f"; to x %: first round at x, {spent}bytes sent" if summary["reach"] else ""
     caption = (
         f"accuracy in % on the devices' own tests, mean over {which}; ± is half a 95 % interval, differences are "
-        f"paired by seed; steps: local steps of all devices{per_step}; to x %: first round at x, bytes sent"
+        f"paired by seed; steps: local steps of all devices{per_step}{reached}"
     )
     caption = "\n".join([caption, *remarks(summary)])
     table = Table(
@@ -83,7 +85,7 @@ def _best(cases: Sequence[Mapping[str, Any]]) -> int:
 
 
 def remarks(summary: Mapping[str, Any]) -> list[str]:
-    """Return remarks on a table: unequal work, how the best was chosen, and rounding."""
+    """Return remarks on a table: unequal work, step sizes that were searched, how the best was chosen, and rounding."""
     found = []
     steps = {case["name"]: case["steps"]["mean"] for case in summary["cases"] if case["steps"]}
     if steps and max(steps.values()) > UNEQUAL * min(steps.values()):
@@ -92,15 +94,24 @@ def remarks(summary: Mapping[str, Any]) -> list[str]:
             f"unequal work: {most} took {steps[most]:,.0f} local steps, {fewest} {steps[fewest]:,.0f}"
             + ("" if summary.get("matched_steps", True) else "; leave out --no-matched-steps to compare like with like")
         )
+    for case in summary["cases"]:
+        searches = [run["step_size_search"] for run in case["runs"] if run.get("step_size_search")]
+        if searches:
+            etas = ", ".join(f"{search['eta']:g}" for search in searches)
+            more = sum(search["steps"] for search in searches) / len(searches)
+            found.append(
+                f"step size of {case['name']}: searched for each seed, {etas}; this took {more:,.0f} additional local "
+                "steps per run"
+            )
     if summary["kind"] == "sweep" and not _has_validation(summary):
         found.append(
-            "chosen by test sets: the best of these is biased upwards by the choice; keep validation samples to choose "
-            "by with --set data.validation=0.1"
+            "chosen by test sets: the best of these is biased upwards by the choice; hold back validation samples to "
+            "choose by: --set data.validation=0.1"
         )
     if len(summary["cases"]) * len(summary["seeds"]) > 1:
         found.append(
-            "computed side by side: a run by itself rounds otherwise in float32, and may end some tenths of a point "
-            "away; with --set run.dtype=float64 it does not"
+            "computed side by side: in float32, a run computed alone is rounded differently and may end some tenths "
+            "of a point away; with --set run.dtype=float64 it does not"
         )
     return found
 
@@ -110,11 +121,13 @@ def _rows(summary: Mapping[str, Any]) -> list[list[str]]:
     shown = [key for key in ("validation", "global") if any(case[key] for case in cases)]
     first = cases[0]["name"]
     of = "algorithm" if summary["kind"] == "compare" else "settings"
-    head = [of, "personal", f"less {first}", "worst tenth"]
+    head = [of, "personal", f"vs {first}", "worst tenth"]
     gradients = len({case["gradients_per_step"] for case in cases} - {None}) > 1
-    head += [*shown, "steps", *["gradients"] * gradients, "uplink", *(f"to {100 * r:g} %" for r in reach)]
+    edge = any(EDGE[0] in case for case in cases)
+    head += [*shown, "steps", *["gradients"] * gradients, "uplink", *["time", "energy"] * edge]
+    head += [f"to {100 * r:g} %" for r in reach]
     if len(cases) == 1:
-        head.remove(f"less {first}")
+        head.remove(f"vs {first}")
     rows = [head]
     for case in cases:
         row = [case["name"], _interval(case["personal"])]
@@ -125,6 +138,9 @@ def _rows(summary: Mapping[str, Any]) -> list[list[str]]:
         if gradients:
             row.append(f"{case['gradients_per_step'] or '-'}")
         row.append(size(round(case["uplink_bytes"]["mean"])) if case["uplink_bytes"] else "-")
+        if edge:
+            means = [case[key]["mean"] if case.get(key) else None for key in EDGE]
+            row += [duration(means[0]), joules(means[1])]
         row += [_reached(r, len(summary["seeds"])) for r in case["reach"]]
         rows.append(row)
     return rows
@@ -141,7 +157,8 @@ def _reached(reach: Mapping[str, Any], seeds: int) -> str:
     if not reach["runs"]:
         return "-"
     some = "" if reach["runs"] == seeds else f" ({reach['runs']} of {seeds} seeds)"
-    return f"{reach['rounds']:.0f}, {size(round(reach['uplink_bytes']))}{some}"
+    edge = f"{duration(reach['seconds'])}, {joules(reach['joules'])}, " if "seconds" in reach else ""
+    return f"{reach['rounds']:.0f}, {edge}{size(round(reach['uplink_bytes']))}{some}"
 
 
 def write_comparison(folder: Path) -> Path:
@@ -203,13 +220,15 @@ def curve_of(runs: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[list[int], np
 def _csv(summary: Mapping[str, Any]) -> str:
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
-    keys = [*SUMMARISED, "gradients_per_step"]
-    targets = [f"{what}_to_{r:g}" for r in summary["reach"] for what in ("rounds", "uplink_bytes")]
+    edge = [key for key in EDGE if all(key in run for case in summary["cases"] for run in case["runs"])]
+    keys, costs = [*SUMMARISED, *edge, "gradients_per_step"], {"rounds": "reach_rounds", "uplink_bytes": "reach_bytes"}
+    costs |= {"seconds": "reach_seconds", "joules": "reach_joules"} if edge else {}
+    targets = [f"{what}_to_{r:g}" for r in summary["reach"] for what in costs]
     swept = list(summary["cases"][0]["settings"]) if summary["kind"] == "sweep" else []
     table.writerow(["case", *swept, "seed", *keys, *targets])
     for case in summary["cases"]:
         for run in case["runs"]:
-            pairs = zip(run["reach_rounds"], run["reach_bytes"], strict=True)
+            pairs = zip(*(run[key] for key in costs.values()), strict=True)
             reached = ["" if v is None else v for pair in pairs for v in pair]
             chosen = [case["settings"][key] for key in swept]
             cells = ["" if run[key] is None else run[key] for key in keys]
@@ -222,11 +241,13 @@ def _results(summary: Mapping[str, Any], picture: str) -> str:
     from fedcpsl.report.sections import render
 
     head, *rows = _rows(summary)
-    per_step = ", gradients those of a step, one per model and minibatch" * ("gradients" in head)
+    spent = ", virtual time and energy" * ("energy" in head)
+    per_step = ", gradients the minibatch gradients per local step" * ("gradients" in head)
+    reached = f"; to x %: the first round at x{spent} and the bytes sent by then" if summary["reach"] else ""
     text = (
         f"{len(rows)} cases, {len(summary['seeds'])} seeds; runs of one seed share split, devices and samples. "
         "Accuracies are in %, ± is half a 95 % interval over seeds, differences are paired by seed; steps are the "
-        f"local steps of all devices{per_step}; to x %: the first round at x and the bytes sent by then."
+        f"local steps of all devices{per_step}{reached}."
     )
     return render(
         "comparison",

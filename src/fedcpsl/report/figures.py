@@ -79,6 +79,24 @@ def panels_of_curves(panels: Mapping[str, Mapping[str, tuple[Sequence[int], Any]
     return _svg(figure)
 
 
+def costs(rows: Mapping[str, Mapping[str, Mapping[str, tuple[Sequence[float], Any]]]]) -> str:
+    """Personal accuracy by virtual time and by energy, side by side for every row, a curve for each panel, as SVG."""
+    figure, grid = _figure(9.6, 0.9 + 2.7 * len(rows), 2 * len(rows), 2)
+    places = iter(grid)
+    for title, by_cost in rows.items():
+        for x, curves in by_cost.items():
+            axes = next(places)
+            _draw_curves(axes, curves, ordered=True)
+            axes.set(title=title, xlabel=x, xlim=(0, None))
+            axes.title.set_color(GREY)
+    lowest = min((float(line.get_ydata().min()) for axes in grid for line in axes.lines), default=0.0)
+    for axes in grid:
+        axes.set(ylim=(max(0.0, lowest - 3), 101))
+    handles = grid[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=min(5, len(handles[1])), frameon=False, labelcolor=GREY)
+    return _svg(figure)
+
+
 def trend(means: Mapping[str, Sequence[tuple[str, float, float]]], of: str) -> str:
     """How cases end as something changes: for every row its (label, mean %, half an interval), as SVG."""
     figure, axes = _axes(7.6, 4.2)
@@ -112,12 +130,12 @@ def rate(means: Mapping[str, Sequence[tuple[float, Sequence[float]]]]) -> str:
     return _svg(figure)
 
 
-def _draw_curves(axes: Any, curves: Mapping[str, tuple[Sequence[int], Any]]) -> None:
+def _draw_curves(axes: Any, curves: Mapping[str, tuple[Sequence[float], Any]], *, ordered: bool = False) -> None:
     import numpy as np
 
     from fedcpsl.runs.comparison import interval
 
-    shades = _colours(len(curves))
+    shades = _steps_of_a_scale(len(curves)) if ordered else _colours(len(curves))
     for colour, (name, (rounds, values)) in zip(shades, curves.items(), strict=True):
         if np.isnan(values).any():  # no device has a test set
             continue
@@ -228,6 +246,13 @@ def _colours(count: int) -> list[Any]:
         "#2c3e50",
     ]
     return fixed[:count] if count <= len(fixed) else [matplotlib.colormaps["viridis"](i / count) for i in range(count)]
+
+
+def _steps_of_a_scale(count: int) -> list[Any]:
+    """Return colours in an order, from dark to light, for panels that are steps of one setting."""
+    import matplotlib
+
+    return [matplotlib.colormaps["viridis"](0.9 * i / max(count - 1, 1)) for i in range(count)]
 
 
 def _known(metrics: Metrics, model: str) -> bool:

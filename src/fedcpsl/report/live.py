@@ -20,8 +20,10 @@ from fedcpsl.report.page import content_security_policy, html_page, page_data, s
 from fedcpsl.report.sections import Sections, sections_of
 
 HOST = "127.0.0.1"
-WATCHED_FILES = ("metrics.jsonl", "devices.csv", "failed.txt", "manifest.json", "alone/devices.csv")
-SECTIONS = ("head", "cards", "summary", "accuracy", "devices", "classes", "split", "labels", "cost", "gaps", "again")
+WATCHED_FILES = ("metrics.jsonl", "devices.csv", "failed.txt", "manifest.json", "alone/devices.csv", "edge_devices.csv")
+SECTIONS = (
+    *("head", "cards", "summary", "accuracy", "devices", "classes", "split", "labels", "cost", "edge", "gaps", "again"),
+)
 
 
 class PageState(NamedTuple):
@@ -74,7 +76,7 @@ def serve(paths: Sequence[Path], port: int) -> None:
         try:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
-            print("ended; runs go on without it")
+            print("ended; the runs continue")
 
 
 class _Server(ThreadingHTTPServer):

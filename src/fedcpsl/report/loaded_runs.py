@@ -9,7 +9,16 @@ from fedcpsl.algorithms import traits_of
 from fedcpsl.config import Config
 from fedcpsl.errors import InputError
 from fedcpsl.runs.comparison import is_comparison, read_plan, run_folder
-from fedcpsl.runs.folder import ALONE, Metrics, failure, is_finished, read_manifest, read_metrics, read_run_config
+from fedcpsl.runs.folder import (
+    ALONE,
+    Metrics,
+    failure,
+    is_finished,
+    is_refused,
+    read_manifest,
+    read_metrics,
+    read_run_config,
+)
 from fedcpsl.runs.result_tables import Confusion, read_confusion, read_device_table
 from fedcpsl.settings import AUTO
 
@@ -141,7 +150,7 @@ def _planned(comparison: Path) -> list[Path]:
 
 
 def _is_started(folder: Path) -> bool:
-    return (folder / "config.toml").is_file() and (folder / "manifest.json").is_file()
+    return is_refused(folder) or all((folder / name).is_file() for name in ("config.toml", "manifest.json"))
 
 
 def _references(runs: Sequence[LoadedRun]) -> Iterator[LoadedRun]:

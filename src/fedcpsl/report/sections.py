@@ -11,9 +11,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from fedcpsl.config import to_toml
 from fedcpsl.report import charts, summary_tables
 from fedcpsl.report.charts import Chart
+from fedcpsl.report.edge_pictures import pictures_of
 from fedcpsl.report.headline import all_failed, sentence, state_of, title_of
 from fedcpsl.report.loaded_runs import LoadedRun, RunSet, SeedGroup, alone_for
-from fedcpsl.report.tables import Column, Table, percent, plain, points, seconds, size
+from fedcpsl.report.tables import Column, Table, duration, joules, percent, plain, points, seconds, size
 from fedcpsl.report.verdict import as_sentence, verdicts
 from fedcpsl.runs.result_tables import Confusion, class_metrics
 from fedcpsl.runs.split_summary import SplitSummary, nonzero_cells, read_split_summary
@@ -69,6 +70,7 @@ def sections_of(run_set: RunSet, drawn: Mapping[str, Chart], title: str = "", su
         "split": split_section(run_set),
         "labels": labels_section(drawn),
         "cost": cost_section(run_set, drawn),
+        "edge": edge_section(run_set, drawn),
         "gaps": render("gaps", chart=drawn["gaps"]) if "gaps" in drawn else "",
         "again": rerun_section(run_set),
     }
@@ -115,6 +117,8 @@ def _cards_of_one(run_set: RunSet) -> list[Card]:
         gain = record["gain"]["mean"]
         known.insert(2, _gain_card(gain, "over training alone", "training alone is ahead by this much"))
     costs = [("uplink", size(record["uplink_bytes"]), ""), ("time", seconds(record["seconds"]), "")]
+    if record["virtual_seconds"] is not None:
+        costs += [("virtual time", duration(record["virtual_seconds"]), ""), ("energy", joules(record["joules"]), "")]
     if len(group.runs) > 1:
         costs.append(("seeds", str(len(group.runs)), ""))
     return [*known, *costs]
@@ -201,7 +205,18 @@ def _reached(record: Mapping[str, Any] | None) -> str:
     if not record or not record["runs"]:
         return "-"
     some = "" if record["runs"] == record["of"] else f" ({record['runs']} of {record['of']})"
-    return f"{record['rounds']:.0f} rounds, {size(record['uplink_bytes'])}, {seconds(record['seconds'])}{some}"
+    spent = [size(record["uplink_bytes"]), seconds(record["seconds"])]
+    if record["virtual_seconds"] is not None:
+        spent[1:] = [duration(record["virtual_seconds"]), joules(record["joules"])]
+    return f"{record['rounds']:.0f} rounds, {', '.join(spent)}{some}"
+
+
+def edge_section(run_set: RunSet, drawn: Mapping[str, Chart]) -> str:
+    """Return what an edge network took and lost, accuracy by time and energy, rounds as timelines, and the cell."""
+    runs, left_out = pictures_of(run_set)
+    shown = [chart for name, chart in drawn.items() if name.startswith("edge-")]
+    table, single = summary_tables.edge(run_set), len(run_set.runs) == 1
+    return render("edge", table=table, charts=shown, runs=runs, single=single, left_out=left_out) if runs else ""
 
 
 def devices_section(run_set: RunSet) -> str:

@@ -2,10 +2,10 @@
 
 import csv
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -15,35 +15,22 @@ from rich.table import Table
 from rich.text import Text
 
 from fedcpsl.errors import InputError
+from fedcpsl.report import edge_study
 from fedcpsl.report.comparison import curve_of
-from fedcpsl.report.figures import maps, panels_of_curves, rate, trend
+from fedcpsl.report.figures import costs, maps, panels_of_curves, rate, trend
 from fedcpsl.report.loaded_runs import RunSet, SeedGroup, try_load_runs
 from fedcpsl.report.page import inline_svg, page_of
 from fedcpsl.report.sections import render
+from fedcpsl.report.study_matrix import Cell, Matrix, matrix_of, with_half
+from fedcpsl.report.study_needs import CAPTION, HEAD, needs_of
 from fedcpsl.report.terminal import print_table
-from fedcpsl.runs.comparison import Interval, final_row, interval, no_row, reached, run_folder
-from fedcpsl.runs.folder import failure, is_finished, read_manifest, read_metrics, read_run_config
-from fedcpsl.runs.study import Line, Study, lines_of
+from fedcpsl.runs.comparison import EDGE, final_row, interval, no_row, reached, run_folder
+from fedcpsl.runs.folder import failure, is_finished, is_refused, read_manifest, read_metrics, read_run_config
+from fedcpsl.runs.study import Study, lines_of
 from fedcpsl.storage import write_whole
 
 STEPS = "Steps: local steps of all devices in a run, in thousands, times the minibatch gradients of a step."
 CURVES = ("personal", "global")
-
-
-class Cell(NamedTuple):
-    """A case of a study and the results of its runs, one per seed."""
-
-    line: Line
-    folders: list[Path]
-    runs: list[dict[str, Any]]
-
-
-class Matrix(NamedTuple):
-    """A table of a study: rows by panels."""
-
-    caption: str
-    head: list[str]
-    rows: list[list[str]]
 
 
 def cells_of(folder: Path, study: Study, dataset: str, seeds: Sequence[int]) -> list[Cell]:
@@ -52,16 +39,40 @@ def cells_of(folder: Path, study: Study, dataset: str, seeds: Sequence[int]) -> 
     cells = []
     for line in lines_of(study, dataset):
         folders = [run_folder(folder, line.case, seed) for seed in seeds]
-        there = [is_finished(run) or failure(run) is not None for run in folders]
-        known = zip(folders, seeds, there, strict=True)
-        rows = [final_row(run, reach) if ended else no_row(run, seed, reach) for run, seed, ended in known]
-        cells.append(Cell(line, [run for run, ended in zip(folders, there, strict=True) if ended], rows))
+        ended = [is_finished(run) or failure(run) is not None for run in folders]
+        known = zip(folders, seeds, ended, strict=True)
+        rows = [final_row(run, reach) if over else no_row(run, seed, reach) for run, seed, over in known]
+        begun = [run for run, over in zip(folders, ended, strict=True) if over and not is_refused(run)]
+        cells.append(Cell(line, begun, rows))
     if not any(cell.folders for cell in cells):
-        raise InputError(f"{folder}: no run of {study.name} is finished")
+        reasons = [f": {run['failed']}" for cell in cells for run in cell.runs if "failed" in run]
+        raise InputError(f"{folder}: no run of {study.name} is finished{''.join(reasons[:1])}")
     return cells
 
 
 def matrices(study: Study, dataset: str, cells: Sequence[Cell]) -> list[Matrix]:
+    """Return the tables of a study's results, and one of what was refused, and why, where something was."""
+    return [*_matrices(study, dataset, cells), *_refused(cells)]
+
+
+def _refused(cells: Sequence[Cell]) -> list[Matrix]:
+    rows = [
+        [cell.line.row, cell.line.panel or "-", *map(str, cell.line.point.values()), str(run["seed"]), reason]
+        for cell in cells
+        for run in cell.runs
+        if (reason := _refusal(run))
+    ]
+    grid = [key.partition(".")[2] for key in cells[0].line.point]
+    return [Matrix("Runs that were refused.", ["", "panel", *grid, "seed", "why"], rows)] if rows else []
+
+
+def _refusal(run: Mapping[str, Any]) -> str:
+    """Return why a run was refused; nothing where it was not."""
+    kind, _, reason = run.get("failed", "").partition(": ")
+    return reason if kind == "refused" else ""
+
+
+def _matrices(study: Study, dataset: str, cells: Sequence[Cell]) -> list[Matrix]:
     """Return the tables, rows by panels: accuracy, the reference's lead, rounds to accuracies, worst devices."""
     if study.shows == "map":
         return _best_points(study, cells)
@@ -69,6 +80,8 @@ def matrices(study: Study, dataset: str, cells: Sequence[Cell]) -> list[Matrix]:
         return [_gaps(study, cells)]
     first, published = study.reference, study.published.get(dataset, {})
     by_place = {(cell.line.panel, cell.line.row): cell for cell in cells}
+    if study.needs:
+        return [table for panel in study.panels for table in _side_by_side(study, dataset, panel, by_place)]
 
     def accuracy(cell: Cell) -> str:
         printed = published.get(cell.line.panel, {}).get(cell.line.row)
@@ -78,37 +91,31 @@ def matrices(study: Study, dataset: str, cells: Sequence[Cell]) -> list[Matrix]:
         of_first = by_place[cell.line.panel, first]
         return "the same runs" if cell.folders == of_first.folders else _lead(of_first, cell)
 
-    inside = " In brackets: the paper's figure, of one run." if published else ""
+    inside = " In brackets: the published figure." if published else ""
     inside += f" {STEPS}"
-    tables = [
-        _with_steps(
-            study,
-            by_place,
-            _matrix(study, by_place, f"Personal accuracy, %, mean over devices and seeds.{inside}", accuracy),
-        )
-    ]
+    caption = f"Personal accuracy, %, mean over devices and seeds.{inside}"
+    tables = [_with_steps(study, by_place, matrix_of(study, by_place, caption, accuracy))]
     if len(study.rows) > 1:
         caption = f"By how much {first} is ahead of each row, in points, paired by seed."
-        tables.append(_matrix(study, by_place, caption, lead, leave_out=first))
-    for k, target in enumerate(study.reach.get(dataset, [])):
-        caption = f"First round at {100 * target:g} % or more, mean over the seeds that got there."
-        tables.append(_matrix(study, by_place, caption, partial(_reached, k=k)))
+        tables.append(matrix_of(study, by_place, caption, lead, leave_out=first))
+    tables += _costs(study, dataset, by_place)
     caption = "The worst tenth of devices: their personal accuracy, %."
-    tables.append(_matrix(study, by_place, caption, lambda cell: _mean(cell, "worst_tenth")))
+    tables.append(matrix_of(study, by_place, caption, lambda cell: _mean(cell, "worst_tenth")))
     caption = "The global model on the devices' own tests, %."
-    return [*tables, _matrix(study, by_place, caption, lambda cell: _mean(cell, "global"))]
+    return [*tables, matrix_of(study, by_place, caption, lambda cell: _mean(cell, "global"))]
 
 
-def _matrix(
-    study: Study,
-    by_place: Mapping[tuple[str, str], Cell],
-    caption: str,
-    text: Callable[[Cell], str],
-    leave_out: str = "",
-) -> Matrix:
-    shown = [row for row in study.rows if row != leave_out]
-    rows = [[row, *(text(by_place[panel, row]) for panel in study.panels)] for row in shown]
-    return Matrix(caption, ["", *(panel or "accuracy" for panel in study.panels)], rows)
+def _costs(study: Study, dataset: str, by_place: Mapping[tuple[str, str], Cell]) -> list[Matrix]:
+    """Return the rounds until accuracies; with edge networks also virtual time, energy, bytes and lost uploads."""
+    edge = any(edge_study.has_edge(cell.runs) for cell in by_place.values())
+    what = "First round, virtual time, energy and bytes sent until then," if edge else "First round"
+    tables = []
+    for k, target in enumerate(study.reach.get(dataset, [])):
+        caption = f"{what} at {100 * target:g} % or more, mean over the seeds that got there."
+        tables.append(matrix_of(study, by_place, caption, partial(_reached, k=k)))
+    if edge:
+        tables += edge_study.edge_tables(study, by_place)
+    return tables
 
 
 def _with_steps(study: Study, by_place: Mapping[tuple[str, str], Cell], matrix: Matrix) -> Matrix:
@@ -117,6 +124,39 @@ def _with_steps(study: Study, by_place: Mapping[tuple[str, str], Cell], matrix: 
     return Matrix(
         matrix.caption, [*matrix.head, "steps"], [[*row, w] for row, w in zip(matrix.rows, worked, strict=True)]
     )
+
+
+def _side_by_side(study: Study, dataset: str, panel: str, by_place: Mapping[tuple[str, str], Cell]) -> list[Matrix]:
+    """Return two tables of one panel: what each row reaches, and beside its accuracy what it needs for it."""
+    first, targets = by_place[panel, study.reference], study.reach.get(dataset, [])
+    reached_rows, needed_rows = [], []
+    for row in study.rows:
+        cell = by_place[panel, row]
+        personal = _mean(cell, "personal")
+        lead = "-" if row == study.reference else _lead(first, cell)
+        rounds = [_reached(cell, k) for k in range(len(targets))]
+        worst, general = (_mean(cell, key) for key in ("worst_tenth", "global"))
+        reached_rows.append([row, personal, lead, worst, general, *rounds, _steps([cell])])
+        needed_rows.append([row, personal, *needs_of(cell.runs, study.chosen.get(dataset, {}))])
+    rounds_to = [f"to {100 * target:g} %" for target in targets]
+    reaches = ["", "personal", f"{study.reference} ahead", "worst tenth", "global", *rounds_to, "steps"]
+    where = f"{panel}: accuracy" if panel else "Accuracy"
+    caption = f"{where} in %; by how much {study.reference} is ahead, paired by seed; the first round at some. {STEPS}"
+    return [Matrix(caption, reaches, reached_rows), Matrix(CAPTION, ["", "personal", *HEAD], needed_rows)]
+
+
+def best_points(study: Study, cells: Sequence[Cell]) -> dict[str, dict[str, Any]]:
+    """Return the point of every row's grid with the best mean, by algorithm; InputError where some are missing."""
+    if study.shows != "map":
+        raise InputError(f"--choose: {study.name} is not a study of settings; give one that shows a map")
+    best: dict[str, tuple[float, dict[str, Any]]] = {}
+    for cell in cells:
+        score, name = score_of(cell)[0], next((run["algorithm"] for run in cell.runs if run["algorithm"]), "")
+        if len(cell.folders) < len(cell.runs):
+            raise InputError(f"--choose: {cell.line.case.name} of {study.name} is not finished; run it first")
+        if name and score > best.get(name, (float("-inf"), {}))[0]:
+            best[name] = score, dict(cell.line.point)
+    return {name: point for name, (_, point) in best.items()}
 
 
 def _steps(cells: Sequence[Cell]) -> str:
@@ -161,23 +201,17 @@ def _spread(cell: Cell) -> str:
 def _mean(cell: Cell, key: str) -> str:
     """Return mean and interval over the finished seeds, and how many failed or are missing."""
     ended = [run for run in cell.runs if run["steps"] is not None]
-    failed, absent = sum("failed" in run for run in cell.runs), len(cell.runs) - len(cell.folders)
-    notes = f" ({failed} failed)" * bool(failed) + f" ({len(cell.folders)} of {len(cell.runs)} seeds)" * bool(absent)
-    return _with_half(interval([run[key] for run in ended]), "") + notes
+    refused = sum(bool(_refusal(run)) for run in cell.runs)
+    failed, absent = sum("failed" in run for run in cell.runs) - refused, len(cell.runs) - len(cell.folders) - refused
+    notes = f" ({failed} failed)" * bool(failed) + f" ({refused} refused)" * bool(refused)
+    notes += f" ({len(cell.folders)} of {len(cell.runs)} seeds)" * bool(absent)
+    return with_half(interval([run[key] for run in ended]), "") + notes
 
 
 def _lead(first: Cell, cell: Cell) -> str:
     pairs = zip(first.runs, cell.runs, strict=True)
     known = [a["personal"] - b["personal"] for a, b in pairs if None not in (a["personal"], b["personal"])]
-    return _with_half(interval(known), "+")
-
-
-def _with_half(found: Interval | None, sign: str) -> str:
-    """Return a mean in % and half of its interval."""
-    if found is None or found["mean"] is None:
-        return "-"
-    half = "" if found["half_width"] is None else f" ± {100 * found['half_width']:.2f}"
-    return f"{100 * found['mean']:{sign}.2f}{half}"
+    return with_half(interval(known), "+")
 
 
 def _reached(cell: Cell, k: int) -> str:
@@ -185,7 +219,7 @@ def _reached(cell: Cell, k: int) -> str:
     if not found["runs"]:
         return "-"
     some = "" if found["runs"] == len(cell.runs) else f" ({found['runs']} of {len(cell.runs)})"
-    return f"{found['rounds']:.0f}{some}"
+    return f"{found['rounds']:.0f}{edge_study.costs_until(cell.runs, k)}{some}"
 
 
 def mean_gaps(cell: Cell) -> list[float]:
@@ -220,7 +254,7 @@ def write_study(folder: Path, study: Study, dataset: str, seeds: Sequence[int]) 
     results.mkdir(exist_ok=True)
     tables, picture = matrices(study, dataset, cells), _picture(study, cells)
     write_whole(results / f"{study.name}.csv", _finals(study, dataset, cells))
-    if study.shows == "curves":
+    if study.shows in ("curves", "costs"):
         write_whole(results / f"{study.name}-curves.csv", _curves(cells))
     write_whole(results / f"{study.name}.svg", picture)
     write_whole(results / f"{study.name}.md", _markdown(tables, cells, seeds))
@@ -248,6 +282,8 @@ def _picture(study: Study, cells: Sequence[Cell]) -> str:
         return rate(
             {row: [(float(c.line.panel), mean_gaps(c)) for c in cells if c.line.row == row] for row in study.rows}
         )
+    if study.shows == "costs":
+        return costs(edge_study.cost_curves(study, cells))
     if study.shows == "trend":
         return trend(_trends(study, cells), study.title)
     panels: dict[str, dict[str, tuple[list[int], Any]]] = {}
@@ -269,7 +305,12 @@ def _trends(study: Study, cells: Sequence[Cell]) -> dict[str, list[tuple[str, fl
 
 
 def _maps(cells: Sequence[Cell]) -> str:
-    """Draw a map over the last two settings of the grid for every row, panel and value of the others."""
+    """Draw a map over the last two settings of the grid for every row, panel and value of the others.
+
+    Where rows have grids of different settings, a row's points stand in their order.
+    """
+    if len({tuple(cell.line.point) for cell in cells}) > 1:
+        cells = _numbered(cells)
     y, x = ["", *cells[0].line.point][-2:]
     ys, xs = (list(dict.fromkeys(cell.line.point.get(key, "") for cell in cells)) for key in (y, x))
     panels: dict[str, Any] = {}
@@ -284,11 +325,22 @@ def _maps(cells: Sequence[Cell]) -> str:
     return maps(panels, (x.partition(".")[2], list(map(str, xs))), (y.partition(".")[2], list(map(str, ys))))
 
 
+def _numbered(cells: Sequence[Cell]) -> list[Cell]:
+    """Return cells whose point is its place in the grid of its row."""
+    seen: dict[tuple[str, str], int] = {}
+    found = []
+    for cell in cells:
+        place = cell.line.row, cell.line.panel
+        seen[place] = seen.get(place, 0) + 1
+        found.append(cell._replace(line=cell.line._replace(point={"grid.point": seen[place]})))
+    return found
+
+
 def _finals(study: Study, dataset: str, cells: Sequence[Cell]) -> str:
     """Return the final metrics as CSV, one line per run."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
-    keys = (
+    keys: tuple[str, ...] = (
         "personal",
         "worst_tenth",
         "global",
@@ -297,13 +349,20 @@ def _finals(study: Study, dataset: str, cells: Sequence[Cell]) -> str:
         "uplink_bytes",
         "steps",
         "gradients_per_step",
+        *(("downlink_bytes", "device_bytes", "models_down", "models_up", "models_kept") if study.needs else ()),
     )
-    targets = [f"rounds_to_{target:g}" for target in study.reach.get(dataset, [])]
+    edge = any(edge_study.has_edge(cell.runs) for cell in cells)
+    until = {"rounds": "reach_rounds"}
+    if edge:
+        keys += EDGE
+        until |= {"seconds": "reach_seconds", "joules": "reach_joules", "bytes": "reach_bytes"}
+    targets = [f"{what}_to_{target:g}" for what in until for target in study.reach.get(dataset, [])]
+    unknown = [None] * len(study.reach.get(dataset, []))
     grid = list(dict.fromkeys(key for cell in cells for key in cell.line.point))
     table.writerow(["panel", "row", *grid, "seed", *keys, *targets])
     for cell in cells:
         for run in cell.runs:
-            values = [run[key] for key in keys] + list(run["reach_rounds"])
+            values = [run.get(key) for key in keys] + [v for key in until.values() for v in run.get(key, unknown)]
             point = [cell.line.point.get(key, "") for key in grid]
             shown = ["" if v is None else round(v, 6) if isinstance(v, float) else v for v in values]
             table.writerow([cell.line.panel, cell.line.row, *point, run["seed"], *shown])
@@ -314,13 +373,15 @@ def _curves(cells: Sequence[Cell]) -> str:
     """Return accuracies as CSV, one line per run and evaluated round."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
-    table.writerow(["panel", "row", "seed", "round", *CURVES])
+    edge = any(edge_study.has_edge(cell.runs) for cell in cells)
+    table.writerow(["panel", "row", "seed", "round", *CURVES, *list(edge_study.COSTS) * edge])
     for cell in cells:
         for folder in cell.folders:
             seed = read_run_config(folder).run.seed
             for m in read_metrics(folder):
                 means = [m[key]["mean"] if m[key] else None for key in CURVES]
                 shown = ["" if v is None else f"{v:.4f}" for v in means]
+                shown += [f"{edge_study.cost_of(m, cost):.6g}" for cost in edge_study.COSTS if edge]
                 table.writerow([cell.line.panel, cell.line.row, seed, m["round"], *shown])
     return text.getvalue()
 

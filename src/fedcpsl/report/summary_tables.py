@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from fedcpsl.report.loaded_runs import LoadedRun, RunSet, SeedGroup, alone_for
-from fedcpsl.report.tables import Column, Table, count, percent, plain, points, seconds, size
+from fedcpsl.report.tables import Column, Table, count, duration, joules, percent, plain, points, seconds, size
 from fedcpsl.runs.comparison import interval, reached
 from fedcpsl.runs.folder import Metrics
 from fedcpsl.runs.result_tables import TESTS, Confusion, class_metrics
@@ -14,6 +14,8 @@ from fedcpsl.runs.result_tables import TESTS, Confusion, class_metrics
 MODELS = ("personal", "global", "localized")
 TARGETS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.98, 0.99)
 NOT_REACHED, NOT_TESTED = f"No run got to {100 * TARGETS[0]:g} %.", "No device has a test set"
+NO_EDGE = "No run has an edge network."
+OUTCOMES = ("counted", "lost", "late", "dropped", "left", "battery", "idle")
 MAX_TARGETS, MAX_LISTED = 5, 40
 OF_PSEUDO = {"pseudo_label_accuracy": "pseudo-labels right", "pseudo_label_confidence": "their confidence"}
 
@@ -48,6 +50,7 @@ def summary(run_set: RunSet) -> Table:
                 "gradients_per_step": group.runs[0].manifest.get("gradients_per_step"),
                 "uplink_bytes": (over_seeds(group, "uplink_bytes") or {}).get("mean"),
                 "seconds": (over_seeds(group, "seconds") or {}).get("mean"),
+                **_edge_costs([run.last for run in group.runs]),
             }
         )
     shown = [
@@ -64,12 +67,58 @@ def summary(run_set: RunSet) -> Table:
         Column("gradients_per_step", "gradients per step", plain),
         Column("uplink_bytes", "uplink", size),
         Column("seconds", "time", seconds),
+        *EDGE_COSTS,
     ]
     always = ("name", "personal", "worst_tenth", "steps", "uplink_bytes", "seconds")
     columns = [c for c in shown if c.key in always or any(record[c.key] is not None for record in records)]
     over = "; ± is half a 95 % interval over seeds" if any(len(group.runs) > 1 for group in run_set.groups) else ""
     caption = f"How the runs ended: accuracy on the devices’ own tests, mean over devices{over}."
     return Table("summary", caption, columns, records)
+
+
+EDGE_COSTS = (Column("virtual_seconds", "virtual time", duration), Column("joules", "energy", joules))
+
+
+def _edge_costs(metrics: Sequence[Metrics]) -> dict[str, float | None]:
+    """Return the mean virtual time and energy by then; none without an edge network."""
+    known = [m["edge"] for m in metrics if "edge" in m]
+    if not known or len(known) < len(metrics):
+        return {"virtual_seconds": None, "joules": None}
+    spent = [edge["compute_joules"] + edge["radio_joules"] for edge in known]
+    return {"virtual_seconds": float(np.mean([e["seconds"] for e in known])), "joules": float(np.mean(spent))}
+
+
+def edge(run_set: RunSet) -> Table:
+    """Return for every group with an edge network its virtual time and energy, and what became of drawn devices."""
+    records: list[Mapping[str, Any]] = []
+    for group in run_set.groups:
+        found = [run.last["edge"] for run in group.runs if "edge" in run.last]
+        if found:
+            means = {key: float(np.mean([e[key] for e in found])) for key in found[0]}
+            drawn = sum(means[key] for key in OUTCOMES)
+            rounds = min(run.last["round"] for run in group.runs)
+            records.append({"name": group.name, "rounds": rounds, "virtual_seconds": means["seconds"], "drawn": drawn})
+            records[-1] = {**means, **records[-1], "work": means["steps_done"] / max(means["steps_planned"], 1)}
+    said = {
+        "partial": "counted, fewer steps",
+        **{key: key for key in OUTCOMES[1:]},
+        "idle_rounds": "rounds with nobody",
+    }
+    happened = [key for key in said if any(r[key] for r in records)]
+    columns = [
+        Column("name", "algorithm", plain),
+        Column("virtual_seconds", "virtual time", duration),
+        Column("rounds", "rounds", plain),
+        Column("compute_joules", "energy to compute", joules),
+        Column("radio_joules", "to send", joules),
+        Column("drawn", "devices drawn", count),
+        Column("counted", "counted", count),
+        *(Column(key, said[key], count) for key in happened),
+        Column("work", "steps done, %", percent),
+    ]
+    over = ", means over seeds" if any(len(group.runs) > 1 for group in run_set.groups) else ""
+    caption = f"What the edge network took and what became of the devices that were drawn{over}."
+    return Table("edge", caption, columns, records, NO_EDGE)
 
 
 def targets_of(run_set: RunSet) -> list[float]:
@@ -99,6 +148,7 @@ def reach(run_set: RunSet) -> Table:
                     "rounds": found["rounds"],
                     "uplink_bytes": found["uplink_bytes"],
                     "seconds": float(np.mean(spent)) if spent else None,
+                    **_edge_costs([m for m in first if m]),
                 }
             )
     columns = [
@@ -107,6 +157,7 @@ def reach(run_set: RunSet) -> Table:
         Column("rounds", "rounds", lambda v: "not reached" if v is None else f"{v:.0f}"),
         Column("uplink_bytes", "uplink", size),
         Column("seconds", "time", seconds),
+        *(column for column in EDGE_COSTS if any(r[column.key] is not None for r in records)),
     ]
     if any(len(group.runs) > 1 for group in run_set.groups):
         columns += [Column("runs", "runs that got there", plain), Column("of", "of", plain)]
@@ -173,13 +224,16 @@ def rounds(run_set: RunSet) -> Table:
     """Return every evaluated round of every run."""
     keys = ["name", "seed", "round", *MODELS, *OF_PSEUDO, "uplink_bytes", "seconds"]
     records = [
-        {"name": group.name, "seed": run.seed, "round": m["round"]} | {k: value_of(m, k) for k in keys[3:]}
+        {"name": group.name, "seed": run.seed, "round": m["round"]}
+        | {k: value_of(m, k) for k in keys[3:]}
+        | _edge_costs([m])
         for group in run_set.groups
         for run in group.runs
         for m in run.metrics
     ]
     form = {"uplink_bytes": size, "seconds": seconds} | dict.fromkeys([*MODELS, *OF_PSEUDO], percent)
     columns = [Column(key, key.replace("_", " "), form.get(key, plain)) for key in keys]
+    columns += [column for column in EDGE_COSTS if any(r[column.key] is not None for r in records)]
     return Table("rounds", "Every evaluated round; accuracies in %, mean over devices.", columns, list(records))
 
 

@@ -69,6 +69,21 @@ def size(value: Any) -> str:
     return f"{left:.0f} {units[0]}" if units[0] == "B" else f"{left:.1f} {units[0]}"
 
 
+def duration(value: Any) -> str:
+    """Return a virtual time, of any size, with its unit."""
+    return f"{value:.3g} s" if value is not None and value < 100 else seconds(value)
+
+
+def joules(value: Any) -> str:
+    """Return an energy with its unit."""
+    if value is None:
+        return "-"
+    for unit, factor in (("MJ", 1e6), ("kJ", 1e3), ("J", 1.0), ("mJ", 1e-3)):
+        if value >= factor or unit == "mJ":
+            return f"{value / factor:.3g} {unit}"
+    raise AssertionError
+
+
 def seconds(value: Any) -> str:
     """Return a time in seconds, minutes or hours."""
     if value is None:
@@ -137,13 +152,15 @@ CAPTIONS = (
     "Accuracy per device, best first: ",
     "Every evaluated round; accuracies in %",
     r"Every evaluated round; accuracies in \%",
+    "What the edge network took and what became of",
 )
-EMPTY = ("No run got to 50 %.", "No device has a test set: ")
+EMPTY = ("No run got to 50 %.", "No device has a test set: ", "No run has an edge network.")
 HEADS = (
     "name,seeds,rounds,personal",
     "name,accuracy,rounds,uplink_bytes,seconds",
     "name,seed,round,personal,global,",
     "device,labelled,unlabelled,active_rounds",
+    "name,virtual_seconds,rounds,compute_joules",
 )
 FIRST_WORDS = {  # of files of a format, by which reports are recognised
     "md": (*CAPTIONS, *EMPTY),

@@ -27,8 +27,8 @@ from rich.text import Text
 
 from fedcpsl.data.federation import Federation
 from fedcpsl.data.ondemand import OnDemand
-from fedcpsl.data.split import LABELLED, ROLES, UNLABELLED, VALIDATION
-from fedcpsl.report.tables import size
+from fedcpsl.data.split import LABELLED, ROLES, TEST, UNLABELLED
+from fedcpsl.report.tables import duration, joules, size
 from fedcpsl.schedule import draw_active, draw_steps
 
 if TYPE_CHECKING:
@@ -40,6 +40,15 @@ ELLIPSIS = "…"  # rich's mark of a truncated cell
 WIDTH_WITHOUT_NOTE = 46  # columns of a progress bar
 MIN_FULL_WIDTH = 72  # columns that a progress bar with all its columns takes
 MODELS = ("personal", "global", "localized")
+OUTCOMES = {  # of an upload in an edge network, as said
+    "counted": "counted",
+    "lost": "lost by the channel",
+    "late": "late",
+    "dropped": "dropped",
+    "left": "lost as devices left",
+    "battery": "lost as batteries ran out",
+    "idle": "without a step",
+}
 MAX_DEVICES, MAX_CLASSES = 30, 40
 SHADES = " ░▒▓█"
 
@@ -168,7 +177,21 @@ def _caption(metrics: dict[str, Any]) -> str:
     each = metrics["gradients_per_step"]
     of = f" of {each} gradient{'s' * (each > 1)}" if each else ""
     facts.append(f"{metrics['steps']:,} local steps{of} in {metrics['seconds']:.1f} s{lost}")
-    return "\n".join(facts)
+    return "\n".join(facts + _edge_facts(metrics.get("edge")))
+
+
+def _edge_facts(edge: dict[str, Any] | None) -> list[str]:
+    """Return what the edge network took and lost; nothing without one."""
+    if not edge:
+        return []
+    drawn = sum(edge[name] for name in OUTCOMES)
+    lost = [f"{edge[name]} {said}" for name, said in OUTCOMES.items() if edge[name] and name != "counted"]
+    part = f", {edge['partial']} of them with fewer steps than planned" if edge["partial"] else ""
+    return [
+        f"edge: {duration(edge['seconds'])} of virtual time, {joules(edge['compute_joules'])} to compute and "
+        f"{joules(edge['radio_joules'])} to send",
+        f"edge: {edge['counted']:,} of {drawn:,} uploads counted{part}" + (f"; {', '.join(lost)}" if lost else ""),
+    ]
 
 
 def planned_steps(experiment: "Experiment") -> tuple[int, int]:
@@ -253,7 +276,7 @@ def split_table(federation: Federation) -> Table:
     """Return a table of a split: labelled, unlabelled and test samples per device, and their classes."""
     table = Table(title=f"{federation.devices} devices, {federation.classes} classes", title_justify="left")
     table.add_column("device")
-    shown = [role for role in range(len(ROLES)) if role != VALIDATION or federation.counts[:, role].any()]
+    shown = [role for role in range(len(ROLES)) if role <= TEST or federation.role_counts[:, role].any()]
     for role in shown:
         table.add_column(ROLES[role], justify="right")
     table.add_column("classes (known samples)")
@@ -261,11 +284,11 @@ def split_table(federation: Federation) -> Table:
     classes = federation.class_names or tuple(map(str, range(federation.classes)))
     for i, name in enumerate(federation.names[:MAX_DEVICES]):
         held = [f"{c}: {n}" for c, n in zip(classes, per_class[i], strict=True) if n]
-        table.add_row(Text(name), *(str(n) for n in federation.counts[i, shown]), Text(", ".join(held)))
+        table.add_row(Text(name), *(str(n) for n in federation.role_counts[i, shown]), Text(", ".join(held)))
     if federation.devices > MAX_DEVICES:
         table.add_row("...", *("",) * (len(shown) + 1))
     table.add_section()
-    table.add_row("all", *(str(n) for n in federation.counts[:, shown].sum(0)), "")
+    table.add_row("all", *(str(n) for n in federation.role_counts[:, shown].sum(0)), "")
     return table
 
 

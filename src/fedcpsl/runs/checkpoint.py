@@ -11,13 +11,21 @@ from torch import Tensor
 
 from fedcpsl.algorithm import optional
 from fedcpsl.data.scaling import Scaling
+from fedcpsl.edge.cell import EdgeTerms
+from fedcpsl.edge.state import ARRAYS as EDGE_ARRAYS
+from fedcpsl.edge.state import NUMBERS as EDGE_NUMBERS
+from fedcpsl.edge.state import EdgeState, Records, initial_edge_state
 from fedcpsl.engine import Network
 from fedcpsl.errors import RunError
 from fedcpsl.evaluation import own_models, prediction_numbers
+from fedcpsl.runs.edge_files import ROUNDS_FILE
 from fedcpsl.runs.folder import metrics_digest
 from fedcpsl.simulation import Setup, State
+from fedcpsl.simulation.flight import TASK_NUMBERS, flight_numbers, flight_of, stacked
+from fedcpsl.simulation.passes import sent_by
+from fedcpsl.simulation.state import Flight
 from fedcpsl.simulation.store import Sparse, put_rows, sparse_states
-from fedcpsl.storage import SelectedRows, load_tensors, save_tensors
+from fedcpsl.storage import SelectedRows, load_tensors, save_tensors, sync_file
 from fedcpsl.trees import Tree, leaves, map_tensors, named_leaves, rebuilt
 
 KEPT = 2  # checkpoints at a time
@@ -39,6 +47,9 @@ def save_checkpoint(folder: Path, state: State) -> None:
         "lost": state.lost,
         **metrics_digest(folder),
     }
+    if state.edge is not None:
+        numbers["edge"] = {name: getattr(state.edge, name) for name in EDGE_NUMBERS}
+        sync_file(folder / ROUNDS_FILE)
     path = folder / "checkpoints" / f"round-{state.round:07d}.safetensors"
     save_tensors(path, _tensors(state), numbers, state.sparse.release if state.sparse else None)
     for old in checkpoints(folder)[:-KEPT]:
@@ -73,6 +84,8 @@ def load_checkpoint(path: Path, setup: Setup) -> State:
             downlink_bytes=numbers["downlink_bytes"],
             costs={},
             lost=numbers["lost"],
+            edge=None if setup.edge is None else _edge(tensors, numbers["edge"], setup.edge),
+            flight=_flight(tensors, setup) if "flight.costs" in tensors else (),
         )
     except KeyError as error:
         raise RunError(f"{path}: not a checkpoint of this version: {error} is missing") from error
@@ -148,11 +161,49 @@ def _devices(tensors: Mapping[str, Tensor], setup: Setup) -> tuple[Tree, Sparse 
     return devices, sparse._replace(starts=starts)
 
 
+def _edge(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], terms: EdgeTerms) -> EdgeState:
+    """Load the state of an edge network; its records are of a round that has been written."""
+    arrays: dict[str, Any] = {
+        name: tensors[f"edge.{name}"].numpy() for name in EDGE_ARRAYS if f"edge.{name}" in tensors
+    }
+    flight: Any = [tensors.get(f"edge.flight.{name}") for name in Records._fields]
+    state = initial_edge_state(terms)._replace(**numbers, **arrays)
+    return state if flight[0] is None else state._replace(flight=Records(*(t.numpy() for t in flight)))
+
+
+def _flight(tensors: Mapping[str, Tensor], setup: Setup) -> tuple[Flight, ...]:
+    """Load the uploads on their way."""
+    upload, sent, _ = sent_by(setup, setup.terms.method)
+    one, where = setup.terms.first_device(setup.terms.first_server()), setup.data.where
+    kept, uploads, broadcasts = (
+        _tree(tensors, f"flight.{name}", like, where)
+        for name, like in (("kept", one), ("upload", upload), ("sent", sent))
+    )
+    numbers = {name: tensors[f"flight.task.{name}"].numpy() for name in TASK_NUMBERS}
+    return flight_of(numbers, (kept, uploads, broadcasts, tensors["flight.costs"].to(where)))
+
+
+def _edge_tensors(state: State) -> dict[str, Tensor | SelectedRows]:
+    """Return the arrays of an edge network that are not empty, and the uploads on their way."""
+    edge, flight = state.edge, state.flight
+    if edge is None:
+        return {}
+    arrays = {f"edge.{name}": getattr(edge, name) for name in EDGE_ARRAYS if getattr(edge, name).size}
+    if edge.flight is not None and len(edge.flight.device):
+        arrays |= {f"edge.flight.{name}": field for name, field in edge.flight._asdict().items()}
+    found: dict[str, Tensor | SelectedRows] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    if not flight:
+        return found
+    found |= {f"flight.task.{name}": torch.from_numpy(array) for name, array in flight_numbers(flight).items()}
+    trees = {name: stacked([getattr(each, name) for each in flight]) for name in ("kept", "upload", "sent", "costs")}
+    return found | {key: t for name, tree in trees.items() for key, t in named_leaves(tree, f"flight.{name}").items()}
+
+
 def _tensors(state: State) -> dict[str, Tensor | SelectedRows]:
     """Return the content of a checkpoint: of sparse states, the rows that exist."""
     sparse, kept = state.sparse, named_leaves(state.devices, "devices")
     always: dict[str, Tensor | SelectedRows] = {"active_rounds": torch.from_numpy(state.active_rounds)}
-    always |= named_leaves(state.server, "server")
+    always |= named_leaves(state.server, "server") | _edge_tensors(state)
     labels = {} if state.setup.data.supply is not None else {"targets": state.targets}
     if sparse is None:
         return always | labels | kept

@@ -1,6 +1,6 @@
 """Comparisons of algorithms or settings over seeds: their plans and summaries. Every run has its own folder."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from itertools import product
 from math import sqrt
@@ -19,9 +19,10 @@ from fedcpsl.config import (
     to_toml,
     with_settings,
 )
-from fedcpsl.errors import InputError, did_you_mean
+from fedcpsl.edge.settings import FILES as EDGE_FILES
+from fedcpsl.errors import InputError, RefusedError, did_you_mean
 from fedcpsl.runs import folder as run_folders
-from fedcpsl.settings import AUTO, SEARCH
+from fedcpsl.settings import AUTO
 from fedcpsl.storage import new_folder, parse_json, read_json, sha256_of, to_json, write_whole
 
 PLAN = "comparison.json"
@@ -84,9 +85,9 @@ def sweep_plan(base: Config, grid: Mapping[str, Sequence[Any]], seeds: int, reac
 
 
 def _plan(kind: str, base: Config, cases: list[Case], seeds: int, reach: Sequence[float]) -> Plan:
-    from fedcpsl.runs.experiment import with_absolute_paths
+    from fedcpsl.runs.experiment import with_absolute_files, with_absolute_paths
 
-    base = replace(base, data=with_absolute_paths(base.data))
+    base = replace(base, data=with_absolute_paths(base.data), edge=with_absolute_files(base.edge))
     cases = [
         Case(case.name, {key: _absolute_path(key, value) for key, value in case.settings.items()}) for case in cases
     ]
@@ -101,31 +102,59 @@ def _plan(kind: str, base: Config, cases: list[Case], seeds: int, reach: Sequenc
 
 
 def _absolute_path(key: str, value: Any) -> Any:
-    return str(Path(value).absolute()) if key in ("data.file", "data.split", "data.dir") and value else value
+    files = ("data.file", "data.split", "data.dir", *(f"edge.{name}" for name in EDGE_FILES))
+    return str(Path(value).absolute()) if key in files and value else value
 
 
-def _without_search(config: Config) -> Config:
-    """Return a config whose step size need not be searched, for checks."""
-    return replace(config, algorithm=replace(config.algorithm, eta=AUTO)) if config.algorithm.eta == SEARCH else config
+class Checked(NamedTuple):
+    """A plan whose cases can all be run, the first one's resolved config, and why some cases were left out."""
+
+    plan: Plan
+    config: Config
+    left_out: dict[str, str]
 
 
-def check(plan: Plan) -> Config:
-    """Build the cases once, so that errors come before any run; returns the first one's resolved config."""
-    from fedcpsl.runs.experiment import build, load_data
+def check(plan: Plan, may_leave_out: Collection[str] = ()) -> Checked:
+    """Build the cases once, so that errors come before any run; those that need not fit may be left out instead.
+
+    Points of a sweep that are refused stay, to be marked as failed, so long as one can be run.
+    """
+    from fedcpsl.runs.experiment import Experiment, build, load_data, without_search
 
     only_numbers = {
         f"algorithm.{name}" for name in ("eta", "eta_lc", "gamma", "alpha_p", "alpha_r", "eta_v", "warm_up")
     }
-    source, resolved = None, None
+    source, first, left_out, refused = None, list[Experiment](), dict[str, str](), dict[str, str]()
     for case in plan.cases:
-        if resolved is not None and set(case.settings) <= only_numbers:
+        if first and set(case.settings) <= only_numbers:
             continue
         config = with_settings(plan.base, case.settings)
         source = source or load_data(plan.base.data)
-        built = build(_without_search(config), source if same_data(case) else None).config
-        resolved = resolved or built
-    assert resolved is not None
-    return resolved
+        alike = all(key.startswith(("algorithm.", "work.")) for key in case.settings)
+        try:
+            built = build(without_search(config), source if same_data(case) else None, first if alike else ())
+        except RefusedError as error:
+            if plan.kind != "sweep" and case.name not in may_leave_out:
+                raise
+            refused[case.name] = str(error)
+            continue
+        except InputError as error:
+            if case.name not in may_leave_out:
+                raise
+            left_out[case.name] = str(error)
+            continue
+        first = first or [built]
+    if plan.kind != "sweep":
+        left_out |= refused
+    if not first:
+        reason = next(iter((left_out | refused).values()))
+        raise InputError(
+            f"--grid: no point of it can be run: {reason}"
+            if plan.kind == "sweep"
+            else f"--algorithms: none of them fits: {reason}"
+        )
+    kept = [case for case in plan.cases if case.name not in left_out]
+    return Checked(plan._replace(cases=kept), first[0].config, left_out)
 
 
 def full_name(key: str) -> str:
@@ -221,6 +250,7 @@ def summarise(folder: Path) -> dict[str, Any]:
                 "name": case.name,
                 "settings": case.settings,
                 **{key: interval([run[key] for run in runs]) for key in SUMMARISED},
+                **{key: interval([run[key] for run in runs]) for key in EDGE if all(key in run for run in runs)},
                 "gradients_per_step": runs[0]["gradients_per_step"],
                 "difference": None if runs is first else interval(difference),
                 "reach": [reached(runs, k) for k in range(len(plan.reach))],
@@ -238,6 +268,7 @@ def summarise(folder: Path) -> dict[str, Any]:
     }
 
 
+EDGE = ("edge_seconds", "edge_joules")  # of runs with an edge network
 SUMMARISED = ("personal", "worst_tenth", "global", "localized", "validation", "uplink_bytes", "steps", "seconds")
 
 
@@ -256,26 +287,66 @@ def final_row(run: Path, reach: Sequence[float]) -> dict[str, Any]:
         "uplink_bytes": final["uplink_bytes"],
         "steps": final["steps"],
         "gradients_per_step": final["gradients_per_step"],
+        **_costs_of(final),
         "seconds": final["seconds"],
+        "step_size_search": run_folders.read_manifest(run).get("step_size_search"),
         "reach_rounds": [m and m["round"] for m in first],
         "reach_bytes": [m and m["uplink_bytes"] for m in first],
+        **(_edge_row(final["edge"], first) if "edge" in final else {}),
     }
+
+
+def _edge_row(final: Mapping[str, Any], first: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
+    """Return virtual time and energy of a run with an edge network: in all, and until accuracies were reached."""
+
+    def joules(edge: Mapping[str, Any]) -> float:
+        return float(edge["compute_joules"] + edge["radio_joules"])
+
+    return {
+        "edge_seconds": final["seconds"],
+        "edge_joules": joules(final),
+        "reach_seconds": [m and m["edge"]["seconds"] for m in first],
+        "reach_joules": [m and joules(m["edge"]) for m in first],
+    }
+
+
+COSTS = ("algorithm", "downlink_bytes", "device_bytes", "models_up", "models_down", "models_kept")
+
+
+def _costs_of(final: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a run's devices sent, received and keep: in bytes, and in models (per active device and round)."""
+    work, double = final["config"]["work"], final["config"]["run"]["dtype"] == "float64"
+    model = (8 if double else 4) * (final["parameters"] or 0)
+    visits = final["rounds"] * work["active"] * model if isinstance(work["active"], int) else 0
+    up, down, kept = final["uplink_bytes"], final.get("downlink_bytes"), final["device_bytes"]
+    per_visit = [None if total is None or not visits else total / visits for total in (up, down)]
+    in_models = None if kept is None or not model else kept / model
+    return dict(zip(COSTS, (final["algorithm"], down, kept, *per_visit, in_models), strict=True))
 
 
 def no_row(run: Path, seed: int, reach: Sequence[float]) -> dict[str, Any]:
     """Return the row of a run that is not finished."""
     empty = dict.fromkeys(("reach_rounds", "reach_bytes"), [None] * len(reach))
-    return {"run": str(run), "seed": seed, **dict.fromkeys((*SUMMARISED, "gradients_per_step")), **empty}
+    unknown = dict.fromkeys((*SUMMARISED, "gradients_per_step", "step_size_search", *COSTS))
+    return {"run": str(run), "seed": seed, **unknown, **empty}
 
 
 def reached(runs: Sequence[Mapping[str, Any]], k: int) -> dict[str, Any]:
-    """Return the number of runs that reached an accuracy, and their mean rounds and bytes until then."""
+    """Return the number of runs that reached an accuracy, and their mean rounds and bytes until then.
+
+    With an edge network, their mean virtual time and energy too.
+    """
     reaching = [run for run in runs if run["reach_rounds"][k] is not None]
     means = [
         float(np.mean([run[key][k] for run in reaching])) if reaching else None
         for key in ("reach_rounds", "reach_bytes")
     ]
-    return {"runs": len(reaching), "rounds": means[0], "uplink_bytes": means[1]}
+    edge = {
+        name: float(np.mean([run[key][k] for run in reaching]))
+        for name, key in (("seconds", "reach_seconds"), ("joules", "reach_joules"))
+        if reaching and all(key in run for run in reaching)
+    }
+    return {"runs": len(reaching), "rounds": means[0], "uplink_bytes": means[1], **edge}
 
 
 def interval(values: Sequence[float | None]) -> Interval | None:

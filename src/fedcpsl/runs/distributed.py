@@ -16,13 +16,12 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fedcpsl.config import Config, with_settings
+from fedcpsl.config import Config, sections_of, with_settings
 from fedcpsl.errors import InputError, LostRankError, RunError
 from fedcpsl.runs.checkpoint import load_checkpoint
 from fedcpsl.simulation import State, simulate_together
@@ -74,7 +73,7 @@ def broadcast_continue(further: bool) -> None:
 
 
 def _flat(config: Config) -> dict[str, Any]:
-    return {f"{section}.{key}": v for section, values in asdict(config).items() for key, v in values.items()}
+    return {f"{section}.{key}": v for section, values in sections_of(config).items() for key, v in values.items()}
 
 
 def follow() -> int:
@@ -171,7 +170,7 @@ def _report_lost_rank(job: str, errors: Any) -> int:
     gone = gone_ranks(group, LINGER_SECONDS)
     if gone == [0] and group.rank == 1 and job:
         command = way_on("run", Path(job), group.size)
-        print(f"fedcpsl: rank 0 is gone (killed, or out of memory?); go on with: {command}", file=errors)
+        print(f"fedcpsl: rank 0 is gone (killed, or out of memory?); resume with: {command}", file=errors)
     deadline = time.monotonic() + LINGER_SECONDS
     while 0 not in gone_ranks(group, patience=0) and time.monotonic() < deadline:
         time.sleep(0.05)  # so that rank 0 sees which rank is gone, and that this one is not

@@ -26,6 +26,7 @@ from fedcpsl.data.federation import Federation
 from fedcpsl.data.ondemand import OnDemand
 from fedcpsl.data.sources import data_folders
 from fedcpsl.errors import InputError
+from fedcpsl.runs.edge_files import edge_digests
 from fedcpsl.simulation import Setup
 from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.store import free_bytes
@@ -40,6 +41,7 @@ def make_manifest(setup: Setup, federation: Federation | OnDemand, group: Sequen
         "command": ["fedcpsl", *sys.argv[1:]],
         "seed": setup.terms.seed,
         "split_sha256": federation.digest,
+        **({} if setup.edge is None else {"edge_sha256": edge_digests(setup.edge.settings)}),
         "devices": federation.devices,
         "classes": federation.classes,
         "class_names": list(federation.class_names),
@@ -47,6 +49,7 @@ def make_manifest(setup: Setup, federation: Federation | OnDemand, group: Sequen
         "features": list(federation.features),
         "parameters": setup.terms.method.network.initial.numel(),
         "gradients_per_step": setup.terms.method.traits.gradients_per_step,
+        "device_bytes": setup.device_bytes,
         "layout": {
             "executor": setup.machine.executor,
             "slots": setup.machine.slots,

@@ -19,12 +19,15 @@ from fedcpsl.config import Config, Data, with_settings
 from fedcpsl.data.federation import Federation, Source
 from fedcpsl.data.ondemand import OnDemand
 from fedcpsl.data.sources import data_folders, load_federation, load_source, resolve_auto
+from fedcpsl.edge.settings import FILES as EDGE_FILES
+from fedcpsl.edge.settings import Edge
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.evaluation import Evaluation, Pending, evaluate, examiner
 from fedcpsl.models import choose_model, make_model
 from fedcpsl.runs import folder as run_folders
 from fedcpsl.runs.checkpoint import checkpoints, drop_checkpoints, load_checkpoint, save_checkpoint, save_models
 from fedcpsl.runs.distributed import broadcast_continue, broadcast_runs
+from fedcpsl.runs.edge_files import append_round, check_edge_files, keep_rounds_until, write_devices
 from fedcpsl.runs.environment import environment, make_manifest, now
 from fedcpsl.runs.result_tables import write_tables
 from fedcpsl.runs.split_summary import write_split_summary
@@ -66,13 +69,18 @@ def load_data(data: Data) -> Source | None:
     return None if data.dataset == "synthetic" else load_source(with_absolute_paths(resolve_auto(data)))
 
 
+def without_search(config: Config) -> Config:
+    """Return a config whose step size need not be searched, for checks."""
+    return replace(config, algorithm=replace(config.algorithm, eta=AUTO)) if config.algorithm.eta == SEARCH else config
+
+
 def build(config: Config, source: Source | None = None, group: Sequence[Experiment] = ()) -> Experiment:
     """Load the data (unless given), make the model and replace every `auto` by a value; nothing is written.
 
     `group` are experiments with the same model: all can then be run together. Those with the same data settings and
     seed share the split and all samples.
     """
-    config = replace(config, data=with_absolute_paths(resolve_auto(config.data)))
+    config = replace(config, data=with_absolute_paths(resolve_auto(config.data)), edge=with_absolute_files(config.edge))
     split = config.data, config.run.seed
     same_split = next((e for e in reversed(group) if (e.config.data, e.config.run.seed) == split), None)
     neighbour = same_split or (group[0] if group else None)
@@ -87,7 +95,7 @@ def build(config: Config, source: Source | None = None, group: Sequence[Experime
     eta = search.eta if search else choose_eta(config.algorithm.eta, config.data.dataset, config.work.unit)
     config = replace(config, algorithm=replace(config.algorithm, eta=eta))
     other = neighbour.setup if neighbour else None
-    setup = prepare(federation, model, config.algorithm, config.work, config.run, beside=other)
+    setup = prepare(federation, model, config.algorithm, config.work, config.run, beside=other, edge=config.edge)
     setup = _layout_of(other, setup, config.run) if other else fastest(setup, config.run)
     if config.run.gaps and setup.terms.method.traits.alone:
         raise InputError(f"run.gaps = true: {config.algorithm.name} has no server, and so no gap; give false")
@@ -148,6 +156,8 @@ class MetricsWriter:
         (states, pending), self._pending = self._pending, None
         self.latest = pending.read() if pending else self.latest
         for i, state in enumerate(states):
+            if state.edge is not None:
+                append_round(self._folders[i], state)
             metrics = None
             if pending and self.latest:
                 _check_finite(self.latest[i], state.round, i)
@@ -236,6 +246,8 @@ def resume_together(folders: Sequence[Path], watches: Sequence[Watch], source: S
         experiment = build(config, source, [member.experiment for member in members])
         if experiment.federation.digest != manifest["split_sha256"]:
             raise InputError(f"{folder}: the data has changed since the run began; restore the old data")
+        if experiment.setup.edge is not None:
+            check_edge_files(folder, experiment.config.edge, manifest)
         machine = experiment.setup.machine._replace(store_folder=folder)
         experiment = experiment._replace(setup=experiment.setup._replace(machine=machine))
         members.append(GroupMember(experiment, folder, watch))
@@ -253,6 +265,7 @@ def resume_together(folders: Sequence[Path], watches: Sequence[Watch], source: S
             run_folders.check_metrics(member.folder, numbers_of(path))
         for member in members:
             run_folders.keep_metrics_until(member.folder, states[0].round if states else -1)
+            keep_rounds_until(member.folder, states[0].round if states else -1)
         broadcast_runs(members[0].folder, _configs(members), newest)
         return _run(members, states)
 
@@ -295,6 +308,7 @@ def _run(members: Sequence[GroupMember], from_states: Sequence[State] | None) ->
     if config.run.keep == "models":
         _save_each(members, states, lambda m, state: save_models(m.folder, state, m.experiment.federation.scaling))
     for member, state, evaluation in zip(members, states, evaluations, strict=True):
+        write_devices(member.folder, state)
         write_tables(member.folder, state, evaluation, member.experiment.federation.class_names)
         if config.run.keep == "metrics":
             drop_checkpoints(member.folder)
@@ -332,6 +346,13 @@ def with_absolute_paths(data: Data) -> Data:
         split=str(Path(data.split).absolute()) if data.split else "",
         dir=str(folders[0].absolute()) if folders else "",
     )
+
+
+def with_absolute_files(edge: Edge) -> Edge:
+    """Return the settings of an edge network with absolute paths."""
+    given = {name: getattr(edge, name) for name in EDGE_FILES}
+    absolute: dict[str, Any] = {name: str(Path(path).absolute()) for name, path in given.items() if path}
+    return replace(edge, **absolute)
 
 
 @contextmanager

@@ -2,12 +2,11 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fedcpsl.config import Config, read_config, to_toml, with_settings
+from fedcpsl.config import Config, read_config, sections_of, to_toml, with_settings
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.runs.result_tables import class_metrics, read_confusion
 from fedcpsl.storage import append_line, new_folder, parse_json, read_json, sha256_of, to_json, write_whole
@@ -34,9 +33,7 @@ def create(folder: Path, config: Config, manifest: dict[str, Any]) -> None:
             write_manifest(partial, manifest | {"config_sha256": sha256_of(text)})
             write_whole(partial / "config.toml", text)
     except FileExistsError:
-        raise InputError(
-            f"{folder}: exists already; give another --out, or --resume {folder} to go on with it"
-        ) from None
+        raise InputError(f"{folder}: exists already; give another --out, or --resume {folder} to resume it") from None
     except OSError as error:
         raise InputError(f"{folder}: cannot be created: {error.strerror}; give another --out") from error
 
@@ -81,6 +78,18 @@ def is_finished(folder: Path) -> bool:
 def mark_failed(folder: Path, reason: str) -> None:
     """Record why a run cannot continue."""
     write_whole(folder / "failed.txt", reason + "\n")
+
+
+def mark_refused(folder: Path, config: Config, reason: str) -> None:
+    """Record in a folder of its own why a run was not begun."""
+    with new_folder(folder) as partial:
+        write_whole(partial / "config.toml", to_toml(config))
+        mark_failed(partial, reason)
+
+
+def is_refused(folder: Path) -> bool:
+    """Return whether a run failed before it began."""
+    return failure(folder) is not None and not (folder / "manifest.json").exists()
 
 
 def failure(folder: Path) -> str | None:
@@ -223,6 +232,8 @@ def final_metrics(folder: Path) -> Metrics:
         "finished": is_finished(folder),
         **last,
         "gradients_per_step": manifest.get("gradients_per_step"),
+        "device_bytes": manifest.get("device_bytes"),
+        "parameters": manifest.get("parameters"),
         **(class_metrics(confusion) if confusion else {}),
-        "config": asdict(config),
+        "config": sections_of(config),
     }

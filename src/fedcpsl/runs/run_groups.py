@@ -13,10 +13,19 @@ import torch
 
 from fedcpsl.config import Config, with_settings
 from fedcpsl.data.federation import Source
-from fedcpsl.errors import RunError
+from fedcpsl.errors import RefusedError, RunError
 from fedcpsl.runs import folder as run_folders
 from fedcpsl.runs.comparison import Case, Plan, run_folder, same_data
-from fedcpsl.runs.experiment import GroupMember, Outcome, Watch, build, load_data, resume_together, start_together
+from fedcpsl.runs.experiment import (
+    Experiment,
+    GroupMember,
+    Outcome,
+    Watch,
+    build,
+    load_data,
+    resume_together,
+    start_together,
+)
 from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.tuning import runs_that_fit
 from fedcpsl.storage import locked
@@ -37,7 +46,7 @@ Announce = Callable[[Sequence[Planned], int], Sequence[Watch]]  # a group of run
 def run_all(folder: Path, plan: Plan, announce: Announce) -> bool:
     """Start or resume all unfinished runs; False if a stop was requested.
 
-    A run that fails is marked as failed; the other runs of its group are restarted without it.
+    A run that fails or is refused is marked as failed; the other runs of its group are restarted without it.
     """
     with locked(folder):
         planned = [_planned(folder, plan, case, seed) for seed in plan.seeds for case in plan.cases]
@@ -75,11 +84,17 @@ class TooManyError(Exception):
 def _run_group(waiting: Sequence[Planned], maximum: int, source: Source | None, announce: Announce, done: int) -> bool:
     """Run the first waiting run and those that can run beside it; False if a stop was requested before the end."""
     first = waiting[0]
-    group, experiments = [first], [build(first.config, source if same_data(first.case) else None)]
-    maximum = min(maximum, runs_that_fit(experiments[0].setup), first.config.run.together or maximum)
-    for run in [run for run in waiting[1:] if _program(run) == _program(first)][: maximum - 1]:
-        group.append(run)
-        experiments.append(build(run.config, source if same_data(run.case) else None, experiments))
+    group, experiments = list[Planned](), list[Experiment]()
+    for run in waiting:
+        if len(group) == maximum:
+            break
+        if _program(run) == _program(first) and (experiment := _built(run, source, experiments)):
+            if not group:
+                maximum = min(maximum, runs_that_fit(experiment.setup), first.config.run.together or maximum)
+            group.append(run)
+            experiments.append(experiment)
+    if not group:
+        return True
     runs = zip(experiments, group, announce(group, done), strict=True)
     members = [GroupMember(experiment, run.folder, watch) for experiment, run, watch in runs]
     try:
@@ -90,6 +105,15 @@ def _run_group(waiting: Sequence[Planned], maximum: int, source: Source | None, 
     for run in _unfinished(group):
         shutil.rmtree(run.folder, ignore_errors=True)
     raise TooManyError(len(group))
+
+
+def _built(run: Planned, source: Source | None, beside: Sequence[Experiment]) -> Experiment | None:
+    """Build one run of a group; one that is refused is marked as failed, and the others go on without it."""
+    try:
+        return build(run.config, source if same_data(run.case) else None, beside)
+    except RefusedError as error:
+        run_folders.mark_refused(run.folder, run.config, f"refused: {error}")
+        return None
 
 
 def _unfinished(planned: Sequence[Planned]) -> list[Planned]:

@@ -34,8 +34,9 @@ KEYS = {
     "grid": dict,
     "reach": dict,
     "published": dict,
+    "needs": bool,
 }
-SHOWS = ("curves", "map", "trend", "rate")
+SHOWS = ("curves", "costs", "map", "trend", "rate")
 
 
 class Study(NamedTuple):
@@ -43,7 +44,7 @@ class Study(NamedTuple):
 
     name: str
     title: str
-    shows: str  # curves by round, a map over a grid, a trend over panels, or the rate at which gaps decrease
+    shows: str  # curves by round, costs (by virtual time and energy), a map over a grid, a trend over panels, or a rate
     bases: dict[str, Config]  # by data set
     datasets: list[str]  # those that are run by default
     chosen: dict[str, dict[str, Settings]]  # by data set and algorithm: settings that another study selected
@@ -58,6 +59,8 @@ class Study(NamedTuple):
     grids: dict[str, dict[str, list[Any]]]  # by row
     reach: dict[str, list[float]]  # by data set: accuracies whose first round is reported
     published: dict[str, dict[str, dict[str, float]]]  # by data set, panel and row: published accuracies in %
+    needs: bool  # whether tables have what each row needs: data, traffic, what devices keep
+    only: dict[str, list[str]]  # by row: the data sets that it is for
 
 
 class Line(NamedTuple):
@@ -85,6 +88,11 @@ def paper_studies() -> list[str]:
     return ["table", "beta", "momentum", "shvr", "apfl", "hlu"]
 
 
+def edge_studies() -> list[str]:
+    """Return the names of the studies of edge networks."""
+    return ["edge-active", "edge-deadline", "edge-bandwidth", "edge-bits"]
+
+
 def find_study(name: str) -> Study:
     """Return a study by its name or its file."""
     known = known_studies()
@@ -108,10 +116,13 @@ def read_study(path: Path) -> Study:
         raise InputError(f"{path}: shows = {content['shows']!r}: give one of {', '.join(SHOWS)}")
     bases = {name: with_settings(Config(), read_config(path.parent / base)) for name, base in content["bases"].items()}
     chosen = _toml(path.parent / content["chosen"]) if "chosen" in content else {}
-    rows, grids = {}, {}
+    rows, grids, only = {}, {}, {}
     for row, nested in content["rows"].items():
         grids[row] = flat(nested.get("grid", {})) | flat(content.get("grid", {}))
-        rows[row] = flat({key: value for key, value in nested.items() if key != "grid"})
+        rows[row] = flat({key: value for key, value in nested.items() if key not in ("grid", "datasets")})
+        only[row] = nested.get("datasets", list(bases))
+        if unknown := [name for name in only[row] if name not in bases]:
+            raise InputError(f"{path}: rows.{row}.datasets: {unknown[0]!r}: {did_you_mean(unknown[0], bases)}")
     reference = content.get("reference", next(iter(rows)))
     if reference not in rows:
         raise InputError(f"{path}: reference = {reference!r}: no such row; {did_you_mean(reference, rows)}")
@@ -138,6 +149,8 @@ def read_study(path: Path) -> Study:
         grids=grids,
         reach=content.get("reach", {}),
         published=content.get("published", {}),
+        needs=content.get("needs", False),
+        only=only,
     )
 
 
@@ -160,8 +173,9 @@ def lines_of(study: Study, dataset: str) -> list[Line]:
 
 
 def on_dataset(study: Study, dataset: str) -> Study:
-    """Return the study with the panels of one data set, where it has its own."""
-    return study._replace(panels=study.dataset_panels.get(dataset, study.panels))
+    """Return the study with the panels and rows of one data set, where it has its own."""
+    rows = {row: settings for row, settings in study.rows.items() if dataset in study.only[row]}
+    return study._replace(panels=study.dataset_panels.get(dataset, study.panels), rows=rows)
 
 
 def with_more(study: Study, settings: Mapping[str, Any]) -> Study:

@@ -8,11 +8,11 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedcpsl.config import sections_of
 from fedcpsl.errors import InputError
 from fedcpsl.runs.experiment import Watch
 from fedcpsl.runs.folder import is_finished, read_run_config
@@ -146,7 +146,7 @@ def flat_values(metrics: Mapping[str, Any], before: str = "") -> Values:
 
 def flat_config(folder: Path) -> dict[str, Any]:
     """Return every setting of a run, as section.key."""
-    sections = asdict(read_run_config(folder))
+    sections = sections_of(read_run_config(folder))
     return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
 
 

@@ -44,7 +44,12 @@ def keep_and_count(
         if method.sends_nothing or len(arrived) < len(finished.group):
             put(state.devices, state.sparse, [task.device for task in finished.group], finished.device)
         if arrived and not method.sends_nothing:
-            key = (state.setup.terms.algorithm, id(method.network.module), method[1:])
+            key = (
+                state.setup.terms.algorithm,
+                id(method.network.module),
+                method[1:],
+                _counts_late(state) and finished.run,
+            )
             alike.setdefault(key, []).append((finished, arrived))
     for pieces in alike.values():
         for some in [pieces] if pieces[0][0].costs.is_cuda else [[piece] for piece in pieces]:
@@ -80,9 +85,18 @@ def _count(
             yield finished.run, [Received(sent_by, map_tensors(lambda t, i=mine: t[i], upload), weights[mine])]
         return
     added = algorithm.contribution(method, hyper, upload, weights)
+    if _counts_late(states[pieces[0][0].run]):  # each answers the broadcast that it was sent then
+        added = optional(algorithm, "late")(method, added, broadcast, states[pieces[0][0].run].server, weights)
+    factors = [f.group[i].weight for f, arrived in pieces for i in arrived for _ in range(f.group[i].copies)]
+    if any(factor != 1 for factor in factors):
+        added = optional(algorithm, "reweighted")(added, to_device(np.array(factors), where).to(weights.dtype))
     by_piece = zip(*(_sums(t, counts) for t in leaves(added)), strict=True)
     for (finished, _), total in zip(pieces, by_piece, strict=True):
         yield finished.run, rebuilt(added, total)
+
+
+def _counts_late(state: State) -> bool:
+    return state.setup.edge is not None and state.setup.edge.semi_async
 
 
 def _together(

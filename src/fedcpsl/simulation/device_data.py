@@ -80,6 +80,8 @@ class DeviceData(NamedTuple):
     axes: tuple[Axes, ...] = ()  # of windows, for views
     label_table: Tensor | None = None  # [devices, classes]: label counts, where they stay
     recordings: Sequence[NDArray[np.int64]] | None = None  # lengths of each device's, of its unlabelled samples
+    server_source: Tensor | None = None  # where the inputs that the server holds are among the inputs, and their
+    server_truth: Tensor | None = None  # classes; None: it holds none
 
     @property
     def where(self) -> torch.device:
@@ -104,7 +106,10 @@ class DeviceData(NamedTuple):
 
     def visit(self, device: int) -> Visit:
         """What a device holds, for an algorithm that looks at all of it."""
-        return visit_of(self.label_counts(device), self.x(self.unlabelled_rows(device)))
+        seen = slice(int(self.start[device]), self.unlabelled_rows(device).start)
+        return visit_of(
+            self.label_counts(device), self.x(self.unlabelled_rows(device)), self.x(seen), self.one_hot[seen]
+        )
 
     def labelled_samples(self, device: int) -> Samples:
         """All labelled samples of a device, also of one whose samples are made on demand."""
@@ -114,6 +119,14 @@ class DeviceData(NamedTuple):
         made = self.supply.samples(device)
         x, y = (torch.from_numpy(np.asarray(t[:count])).to(self.where) for t in (made.x, made.y))
         return all_labelled(x.to(self.dtype), torch.nn.functional.one_hot(y, self.one_hot.shape[1]).to(self.dtype))
+
+    def server_samples(self, order: NDArray[np.int64]) -> Samples:
+        """The samples that the server holds, in an order that was drawn."""
+        assert self.server_source is not None
+        assert self.server_truth is not None
+        rows = torch.from_numpy(order).to(self.where)
+        target = torch.nn.functional.one_hot(self.server_truth[rows], self.one_hot.shape[1]).to(self.dtype)
+        return all_labelled(self.inputs.take(self.server_source[rows]), target)
 
     def unlabelled_rows(self, device: int) -> slice:
         first = int(self.start[device] + self.labelled[device])
@@ -143,6 +156,7 @@ def place_samples(
     inputs = _inputs(federation, device, dtype, beside.inputs if beside else None)
     who = np.full(federation.devices, -1)
     who[tested] = tested
+    at_server = federation.server_samples
     return DeviceData(
         inputs=inputs,
         source=torch.from_numpy(train).to(device),
@@ -159,6 +173,8 @@ def place_samples(
         axes=axes_of(federation),
         label_table=torch.from_numpy(federation.class_counts(LABELLED)).to(device).to(dtype),
         recordings=federation.recordings,
+        server_source=torch.from_numpy(at_server).to(device) if len(at_server) else None,
+        server_truth=torch.from_numpy(federation.y[at_server]).to(device) if len(at_server) else None,
     )
 
 

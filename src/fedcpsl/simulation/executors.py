@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedcpsl.algorithm import Algorithm, Method, alike, merged_method, optional
-from fedcpsl.device_round import begun, device_round
+from fedcpsl.algorithm import Algorithm, Method, alike, merged_method
+from fedcpsl.device_round import begun, device_round, prepared, reviewed, visit_if_needed
 from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation.hardware import to_device
 from fedcpsl.simulation.minibatches import BatchPlan, batch_plan, drawn_for_visit, minibatches, renew_labels, visits
@@ -52,7 +52,7 @@ def local_rounds(
     renew_labels(requests, data)
     for program, group in groups(requests, data):
         if len(group) == 1 and not group[0].request.setup.machine.vectorised:
-            yield _one(program, group[0])
+            yield one_slot(program, group[0])
         else:
             yield from _side_by_side(program, group, take_steps or steps_one_by_one)
 
@@ -99,19 +99,20 @@ def _even_pieces(count: int, most: int) -> Iterator[slice]:
         yield slice(first, last)
 
 
-def _one(program: Program, slot: Slot) -> Finished:
+def one_slot(program: Program, slot: Slot) -> Finished:
+    """One device's local steps, as plain PyTorch would take them."""
     task, algorithm, method = slot.task, program.algorithm, program.method
     hyper, where = map_tensors(lambda t: t[0], hyper_of([slot])), slot.request.setup.data.where
     device = map_tensors(lambda t: t[task.device].to(where, copy=True), slot.request.devices)
     broadcast = slot.request.broadcast_to(task.device)
-    prepare = optional(algorithm, "prepare")
-    if prepare:
-        device = prepare(method, hyper, broadcast, device, slot.request.setup.data.visit(task.device))
+    visit = visit_if_needed(algorithm, lambda: slot.request.setup.data.visit(task.device))
+    device = prepared(algorithm, method, hyper, broadcast, device, visit)
     batches = batch_plan([slot], program.data).of_slots(0)
     steps = minibatches(program.data, batches, range(task.steps))
     drawn = drawn_for_visit([slot], method, program.data, 0)
     trained = device_round(algorithm, method, hyper, broadcast, device, steps, drawn=drawn)
-    device, upload = (map_tensors(lambda t: t[None], state) for state in (trained.device, trained.upload))
+    device = reviewed(algorithm, method, hyper, broadcast, trained.device, trained.upload, visit)
+    device, upload = (map_tensors(lambda t: t[None], state) for state in (device, trained.upload))
     costs = trained.costs[None] / task.steps
     return Finished(slot.run, [task], device, upload, costs, all_finite(device, upload, costs))
 
@@ -122,13 +123,15 @@ def _side_by_side(program: Program, group: Sequence[Slot], take_steps: LocalStep
     longest_first = sorted(group, key=lambda slot: -slot.task.steps)
     hyper, batches = hyper_of(longest_first), batch_plan(longest_first, program.data)
     device, broadcast = states_of(longest_first)
-    device = _prepared(program, longest_first, hyper, broadcast, device)
+    visit = visit_if_needed(algorithm, lambda: visits(longest_first, program.data))
+    device = prepared(algorithm, method, hyper, broadcast, device, visit)
     drawn = drawn_for_visit(longest_first, method, program.data)
     local = begun(algorithm, method, hyper, broadcast, device, drawn)
     counts = [slot.task.steps for slot in longest_first]
     local = take_steps(program, hyper, local, batches, counts)
     steps = to_device(counts, batches.rows.device)
     device, upload = algorithm.finish(method, hyper, broadcast, device, local, steps)
+    device = reviewed(algorithm, method, hyper, broadcast, device, upload, visit)
     position = {(slot.run, slot.task.device): i for i, slot in enumerate(longest_first)}
     costs = algorithm.costs(local) / steps[:, None]
     order = [position[slot.run, slot.task.device] for slot in group]
@@ -143,15 +146,6 @@ def _side_by_side(program: Program, group: Sequence[Slot], take_steps: LocalStep
         kept = map_tensors(lambda t, old, i=mine: t[i] if old.numel() else t[i][:, :0], device, had)
         uploads = map_tensors(lambda t, i=mine: t[i], upload)
         yield Finished(run, [slot.task for slot in group[mine]], kept, uploads, costs[mine], finite[mine])
-
-
-def _prepared(program: Program, slots: Sequence[Slot], hyper: Tree, broadcast: Tree, device: Tree) -> Tree:
-    """What devices keep after the algorithm has looked at all that each holds, where it asks for that."""
-    prepare = optional(program.algorithm, "prepare")
-    if prepare is None:
-        return device
-    prepared: Tree = prepare(program.method, hyper, broadcast, device, visits(slots, program.data))
-    return prepared
 
 
 def example_of(request: RoundRequest, method: Method) -> tuple[Tree, Tree, Tensor]:

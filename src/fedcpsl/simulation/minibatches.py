@@ -20,6 +20,7 @@ from fedcpsl.trees import map_tensors
 from fedcpsl.views import Views, viewed, views_for
 
 ROWS_AT_ONCE = 4096
+VIEWED_AT_ONCE = 1 << 19  # numbers of inputs: few calls, and a CPU still finds them in its cache
 
 
 class BatchPlan(NamedTuple):
@@ -78,7 +79,7 @@ def batch_plan(slots: Sequence[Slot], data: TrainingData) -> BatchPlan:
     keys = np.zeros(rows.shape, np.int64) if method.network.has_dropout else None
     views = views_for(method.traits.views, tuple(setup.data.inputs.raw.shape[1:]), setup.data.axes)
     view_keys = None if views is None else np.zeros((longest, len(slots), sum(widths) + widths[1]), np.int64)
-    which = np.zeros(rows.shape, np.int64) if method.traits.per_sample else None
+    which = np.zeros(rows.shape, np.int64) if method.traits.per_sample or method.traits.positions else None
     for i, slot in enumerate(slots):
         task, device_data = slot.task, slot.request.setup.data
         start = slot.request.first_row + device_data.start[task.device]
@@ -110,7 +111,7 @@ def batch_plan(slots: Sequence[Slot], data: TrainingData) -> BatchPlan:
         view_keys=None if view_keys is None else to_device(view_keys, where),
         views=views,
         which=None if which is None else to_device(which, where),
-        held=None if which is None else _held(slots),
+        held=_held(slots) if method.traits.per_sample else None,
         extra={draw.name: _extra_plan(draw, slots, data) for draw in method.traits.draws if not draw.per_visit},
     )
     if not slots[0].task.personal or optional(setup.terms.algorithm, "partner") is None:
@@ -206,19 +207,14 @@ def _partners(slots: Sequence[Slot]) -> tuple[Tensor, NDArray[np.int64]]:
 def minibatches(data: TrainingData, batches: BatchPlan, steps: range) -> Iterator[Samples]:
     """The samples of some steps, gathered one step at a time."""
     shape = batches.rows.shape[1:]
-    drawn, inputs = (
-        t[steps.start : steps.stop].reshape(len(steps), -1).unbind() for t in (batches.rows, batches.inputs)
-    )
+    drawn = batches.rows[steps.start : steps.stop].reshape(len(steps), -1).unbind()
     extra = {name: minibatches(data, plan, steps) for name, plan in batches.extra.items()}
-    for t, rows, sources in zip(steps, drawn, inputs, strict=True):
+    for t, rows, (x, strong) in zip(steps, drawn, _inputs(data, batches, steps), strict=True):
         partner = (
             None
             if batches.partner is None or batches.partner_rows is None
             else batches.partner[batches.partner_rows[t]]
         )
-        x, strong = taken(data.raw, sources, shape, batches.shift, batches.scale), None
-        if batches.views is not None and batches.view_keys is not None:
-            x, strong = viewed(batches.views, x, batches.view_keys[t])
         yield Samples(
             x=x,
             target=data.targets.index_select(0, rows).view(*shape, -1),
@@ -231,6 +227,22 @@ def minibatches(data: TrainingData, batches: BatchPlan, steps: range) -> Iterato
             which=None if batches.which is None else batches.which[t],
             held=batches.held,
         )
+
+
+def _inputs(data: TrainingData, batches: BatchPlan, steps: range) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The inputs of each step, and strong views where there are any: views are made for some steps at a time."""
+    shape, scaling = batches.inputs.shape[1:], (batches.shift, batches.scale)
+    if batches.views is None or batches.view_keys is None:
+        for sources in batches.inputs[steps.start : steps.stop].reshape(len(steps), -1).unbind():
+            yield taken(data.raw, sources, shape, *scaling), None
+        return
+    at_once = max(1, VIEWED_AT_ONCE // (shape.numel() * data.raw[0].numel()))
+    for begin in range(steps.start, steps.stop, at_once):
+        some = slice(begin, min(begin + at_once, steps.stop))
+        sources = batches.inputs[some]
+        x = taken(data.raw, sources.flatten(), sources.shape, *scaling)
+        weak, strong = viewed(batches.views, x, batches.view_keys[some])
+        yield from zip(weak.unbind(), strong.unbind(), strict=True)
 
 
 def taken(raw: Tensor, sources: Tensor, shape: Sequence[int], shift: Tensor | None, scale: Tensor | None) -> Tensor:
@@ -258,8 +270,18 @@ def visits(slots: Sequence[Slot], data: TrainingData) -> Visit:
             sources = data.source.index_select(0, rows.flatten())
             yield taken(data.raw, sources, rows.shape, shift, scale), to_device(there, where).to(dtype)
 
+    def labelled(positions: Tensor) -> tuple[Tensor, Tensor]:
+        own = np.array([slot.request.setup.data.labelled[slot.task.device] for slot in slots])
+        most, before = to_device(
+            np.stack([np.maximum(own - 1, 0), np.minimum(first - own, len(data.source) - 1)]), where
+        )
+        rows = before[:, None] + torch.minimum(positions, most[:, None])
+        sources = data.source.index_select(0, rows.flatten())
+        one_hot = data.targets.index_select(0, rows.flatten()).view(*rows.shape, -1)
+        return taken(data.raw, sources, rows.shape, shift, scale), one_hot
+
     labels = torch.stack([slot.request.setup.data.label_counts(slot.task.device) for slot in slots])
-    return Visit(labels, to_device(counts, where).to(dtype), pieces)
+    return Visit(labels, to_device(counts, where).to(dtype), pieces, labelled)
 
 
 ROWS_TOGETHER = 1 << 17  # of many devices side by side on an accelerator

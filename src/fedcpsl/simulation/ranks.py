@@ -54,16 +54,26 @@ def join() -> Group:
         else:
             dist.init_process_group("gloo", timeout=WAIT)
             words = None
-            atexit.register(_leave)
+        atexit.register(leave)
     group = Group(dist.get_rank(), dist.get_world_size(), words, [])
     known = _texts(group, json.dumps([socket.gethostname(), os.getpid()]))
     group.hosts.extend((host, pid) for host, pid in map(json.loads, known))
     return group
 
 
-def _leave() -> None:
-    with suppress(Exception):
-        dist.destroy_process_group()
+def leave() -> None:
+    """Leave the other ranks, and end the threads that talk to them.
+
+    A thread of gloo that lets go of a tensor while the interpreter shuts down ends the process with an abort: nothing
+    may hold a process group until then. A process group that the caller made is left alone here too.
+    """
+    if join.cache_info().currsize:
+        ours = join().words
+        with suppress(Exception):
+            dist.destroy_process_group(ours)
+        del ours
+    join.cache_clear()
+    _over_nccl.cache_clear()
 
 
 @contextmanager

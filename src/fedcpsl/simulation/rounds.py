@@ -1,6 +1,6 @@
 """The rounds of a simulation. The caller owns the loop."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -8,11 +8,16 @@ import torch
 from numpy.typing import NDArray
 
 from fedcpsl.algorithm import optional
+from fedcpsl.edge.quantise import quantised_uploads
+from fedcpsl.edge.state import copied
 from fedcpsl.errors import InputError
 from fedcpsl.schedule import DeviceRound, Probe, draw_active, draw_by_weight, draw_numbers, draw_tasks
 from fedcpsl.simulation.aggregation import Received, keep_and_count
+from fedcpsl.simulation.edge import draw_there, played
 from fedcpsl.simulation.executors import Finished, LocalRounds, local_rounds
+from fedcpsl.simulation.flight import begun, landed
 from fedcpsl.simulation.probes import probed
+from fedcpsl.simulation.replies import replied, samples_at_server
 from fedcpsl.simulation.round_request import RoundRequest, TrainingData, broadcasts_to, joint_data, training_data_of
 from fedcpsl.simulation.setup import Setup
 from fedcpsl.simulation.state import COUNT_BYTES, FiniteCheck, State, initial_state, knowing_labels, load, unload
@@ -38,7 +43,7 @@ def simulate_together(
     """
     if len(setups) > 1 and any(setup.data.supply is not None for setup in setups):
         raise InputError("samples made on demand: such runs go one after another; simulate each alone")
-    states = list(start or map(initial_state, setups))
+    states = list(map(_with_own_edge, start) if start else map(initial_state, setups))
     if start is None:
         yield states
     data = joint_data([setup.data for setup in setups], [state.targets for state in states])
@@ -48,7 +53,10 @@ def simulate_together(
         pieces = data.targets.split([len(state.targets) for state in states])
         states = [s._replace(devices=d, targets=t) for s, d, t in zip(states, devices, pieces, strict=True)]
         while any(state.round < state.setup.terms.total_rounds for state in states):
-            plans = [draw_plan(state) if state.round < state.setup.terms.total_rounds else None for state in states]
+            plans: list[list[DeviceRound] | None] = [None] * len(states)
+            for i, state in enumerate(states):
+                if state.round < state.setup.terms.total_rounds:
+                    states[i], plans[i] = draw_round(state)
             states = next_states(states, plans, data, first_rows, run)
             if all(state.round == state.setup.terms.total_rounds for state in states):
                 raise_if_not_finite(states)
@@ -63,9 +71,28 @@ def raise_if_not_finite(states: Sequence[State]) -> None:
 
 
 def draw_plan(state: State) -> list[DeviceRound]:
-    """The schedule of the state's next round."""
+    """The schedule of the state's next round; the state stays as it is."""
+    return draw_round(_with_own_edge(state))[1]
+
+
+def _with_own_edge(state: State) -> State:
+    return state if state.edge is None else state._replace(edge=copied(state.edge))
+
+
+def draw_round(state: State) -> tuple[State, list[DeviceRound]]:
+    """The schedule of the state's next round, and the state with the clock of its edge network after it.
+
+    The edge network's arrays are changed in place, as device states are.
+    """
+    if state.setup.edge is None:
+        return state, _tasks(state, _draw_devices(state))
+    drawn, copies = draw_there(state, _weights(state))
+    return played(state, _server_with_joiners(state), drawn, _tasks(state, copies))
+
+
+def _tasks(state: State, copies: Mapping[int, int]) -> list[DeviceRound]:
+    """What drawn devices do; `copies`: how often each was drawn."""
     setup, round = state.setup, state.round
-    copies = _draw_devices(state)
     plan = draw_tasks(
         setup.terms.seed,
         round,
@@ -94,11 +121,20 @@ def _draw_devices(state: State) -> dict[int, int]:
     roster = terms.roster(round)
     if round >= terms.rounds or terms.method.traits.everyone:
         return dict.fromkeys(roster.tolist(), 1)
-    weights = optional(terms.algorithm, "draw_weights")
+    weights = _weights(state)
     if weights is None:
         return dict.fromkeys(draw_active(terms.seed, round, roster, terms.work.active), 1)
-    found = weights(terms.method, _server_with_joiners(state))
-    return draw_by_weight(found.cpu().numpy(), draw_numbers(terms.seed, round, terms.work.active))
+    return draw_by_weight(weights, draw_numbers(terms.seed, round, terms.work.active))
+
+
+def _weights(state: State) -> NDArray[np.float64] | None:
+    """The weights by which the server draws devices; None: all have the same."""
+    terms = state.setup.terms
+    weights = optional(terms.algorithm, "draw_weights")
+    if weights is None or state.round >= terms.rounds or terms.method.traits.everyone:
+        return None
+    found: NDArray[np.float64] = weights(terms.method, _server_with_joiners(state)).cpu().numpy()
+    return found
 
 
 def next_state(
@@ -126,13 +162,14 @@ def next_states(
     requests = [
         _request(state, plan or (), first) for state, plan, first in zip(states, plans, first_rows, strict=False)
     ]
-    all_finished = list(run(requests, data))
+    all_finished = [_as_sent(states[finished.run], finished) for finished in run(requests, data)]
     raise_if_not_finite(
         states
     )  # the round before is done by now; whatever is not finite in this one is found in the next
+    states, counting, arrived = _arrivals(states, plans, requests, all_finished)
     totals: list[Tree | None] = [None] * len(states)
     ours = [False] * len(states)  # whether a total is memory of our own, to be added to in place
-    for counted_in, counted in keep_and_count(states, requests, all_finished):
+    for counted_in, counted in keep_and_count(states, counting, arrived):
         before = totals[counted_in]
         if isinstance(before, list):
             counted = before + counted
@@ -142,25 +179,65 @@ def next_states(
         totals[counted_in] = counted
     after = []
     for run_number, (state, plan, request, total) in enumerate(zip(states, plans, requests, totals, strict=True)):
-        own = [finished for finished in all_finished if finished.run == run_number]
-        after.append(state if plan is None else _after(state, plan, request, total, own))
+        own = [finished for finished in arrived if finished.run == run_number]
+        ended = counting[run_number].plan
+        after.append(state if plan is None else _after(state, plan, request, ended, total, own))
         unload(state, request.plan)
     for i, (total, request) in enumerate(zip(totals, requests, strict=True)):
         if total is not None and request.setup.terms.method.traits.probe:
             after[i] = probed(after[i], request, data, probes[i] if probes else None)
+        if total is not None:
+            after[i] = replied(after[i], request)
     after = _with_finite_checks(after, plans, all_finished)
     if not data.targets.is_cuda:
         raise_if_not_finite(after)
     return after
 
 
+def _as_sent(state: State, finished: Finished) -> Finished:
+    """What some devices leave behind, their uploads rounded as an edge network sends them."""
+    edge = state.setup.edge
+    if edge is None or not edge.settings.upload_bits or state.round >= state.setup.terms.rounds:
+        return finished
+    bits, sizes, which = (
+        edge.settings.upload_bits,
+        state.setup.terms.method.network.sizes,
+        [task.device for task in finished.group],
+    )
+    return finished._replace(upload=quantised_uploads(finished.upload, bits, sizes, edge.seed, state.round, which))
+
+
+def _arrivals(
+    states: Sequence[State],
+    plans: Sequence[Sequence[DeviceRound] | None],
+    requests: Sequence[RoundRequest],
+    all_finished: Sequence[Finished],
+) -> tuple[list[State], list[RoundRequest], list[Finished]]:
+    """What is counted in the round: what was begun in it, or, where the server does not wait for all, what arrived."""
+    states, counting, arrived = list(states), list(requests), list[Finished]()
+    for i, (state, plan, request) in enumerate(zip(states, plans, requests, strict=True)):
+        own = [finished for finished in all_finished if finished.run == i]
+        if plan is not None and state.setup.edge is not None and state.setup.edge.semi_async:
+            state = state._replace(flight=state.flight + begun(request, own))
+            rest, counting[i], own = landed(state, request, i)
+            states[i] = state._replace(flight=rest)
+        arrived += own
+    return states, counting, arrived
+
+
 def _after(
-    state: State, plan: Sequence[DeviceRound], request: RoundRequest, total: Tree | None, own: Sequence[Finished]
+    state: State,
+    plan: Sequence[DeviceRound],
+    request: RoundRequest,
+    working: Sequence[DeviceRound],
+    total: Tree | None,
+    own: Sequence[Finished],
 ) -> State:
-    """The state once the server has counted the round's uploads."""
-    setup, server, working = state.setup, state.server, request.plan
+    """The state once the server has counted the round's uploads, those of `working` but for lost ones."""
+    setup, server = state.setup, state.server
     if isinstance(total, list):
-        server = optional(setup.terms.algorithm, "receive")(setup.terms.method, server, *_in_device_order(total))
+        receive, own_samples = optional(setup.terms.algorithm, "receive"), samples_at_server(state)
+        server = receive(setup.terms.method, server, *_in_device_order(total), *own_samples)
     elif total is not None:
         server = setup.terms.algorithm.apply(setup.terms.method, server, total, len(setup.terms.roster(state.round)))
     round_over = optional(setup.terms.algorithm, "round_over")
@@ -176,7 +253,7 @@ def _after(
         server=server,
         active_rounds=active_rounds,
         steps=state.steps + sum(task.steps for task in working),
-        uplink_bytes=state.uplink_bytes + len(working) * up,
+        uplink_bytes=state.uplink_bytes + sum(task.sends for task in working) * up,
         downlink_bytes=state.downlink_bytes + _padding_apart(state, request, len(plan), len(plan) * down),
         costs=costs,
         lost=state.lost + (0 if setup.terms.method.traits.alone else sum(task.lost for task in working)),
@@ -202,8 +279,7 @@ def _request(state: State, plan: Sequence[DeviceRound], first_row: int) -> Round
 def _largest_request(state: State, first_row: int) -> RoundRequest:
     """The largest request that a run can have, for allocating buffers."""
     setup = state.setup
-    everybody = setup.terms.method.traits.everyone or setup.terms.personal_rounds
-    most = range(setup.terms.devices if everybody else min(setup.terms.work.active, setup.terms.devices))
+    most = range(setup.terms.most_active)
     broadcast, rows = broadcasts_to(setup, state.server, most)
     return RoundRequest(setup, (), state.devices, broadcast, first_row, rows=rows)
 
@@ -253,6 +329,8 @@ def _traffic(setup: Setup, round: int, broadcast: Tree, own: Sequence[Finished])
         return 0, bytes_of(
             setup.terms.method.network.initial
         ) if round == setup.terms.rounds else 0  # the last theta, once
+    if setup.edge is not None:
+        return int(-(-setup.edge.load.bits_up // 8)), bytes_of(broadcast)
     sent = bytes_of(map_tensors(lambda t: t[0], own[0].upload)) if own else 0
     return sent, bytes_of(broadcast)
 

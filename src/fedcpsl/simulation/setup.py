@@ -18,9 +18,11 @@ from fedcpsl.algorithm import Algorithm, Method, Roster, Traits, optional
 from fedcpsl.algorithms import traits_of
 from fedcpsl.data.federation import Federation
 from fedcpsl.data.ondemand import OnDemand
+from fedcpsl.edge.cell import EdgeTerms
+from fedcpsl.edge.settings import Edge
 from fedcpsl.engine import Network
 from fedcpsl.errors import InputError
-from fedcpsl.methods import numbers_of, resolved
+from fedcpsl.methods import check_recordings, numbers_of, resolved
 from fedcpsl.problem import Costs
 from fedcpsl.simulation.device_data import DeviceData, device_data_of
 from fedcpsl.simulation.hardware import choose_device, choose_dtype, has_gpu, set_precision
@@ -46,6 +48,14 @@ class RunTerms(NamedTuple):
     sizes: schedule.Sizes
     names: tuple[str, ...]
     seed: int
+    spare: int = 0  # devices drawn in a round beyond the m that count
+
+    @property
+    def most_active(self) -> int:
+        """The most devices that work in a round."""
+        if self.method.traits.everyone or self.personal_rounds:
+            return self.devices
+        return min(self.work.active + self.spare, self.devices)
 
     @property
     def devices(self) -> int:
@@ -127,6 +137,7 @@ class Setup(NamedTuple):
     terms: RunTerms
     data: DeviceData
     machine: Machine
+    edge: EdgeTerms | None = None  # the edge network, where there is one
 
     @property
     def sparse(self) -> bool:
@@ -138,6 +149,13 @@ class Setup(NamedTuple):
         """Of one device's pseudo-labels, where they are kept beside its state."""
         kept = self.data.supply is not None and self.terms.method.traits.unlabelled
         return int(self.terms.sizes.unlabelled.max()) if kept else 0, self.terms.method.network.classes
+
+    @property
+    def device_bytes(self) -> int:
+        """What a device keeps between rounds, with the pseudo-labels that it renews: of the device that has most."""
+        renews = self.terms.method.traits.unlabelled and optional(self.terms.algorithm, "relabel") is not None
+        rows = int(self.terms.sizes.unlabelled.max()) if renews else 0
+        return self.terms.device_bytes + rows * self.terms.method.network.classes * self.data.dtype.itemsize
 
     @property
     def state_bytes(self) -> int:
@@ -153,11 +171,13 @@ def prepare(
     run: settings.Run | None = None,
     costs: Costs | None = None,
     beside: Setup | None = None,
+    edge: Edge | None = None,
 ) -> Setup:
-    """Check everything once, at the edge, and put the data where it will be used.
+    """Check settings, data and model once, and move the data to the processor that computes.
 
     `beside` is the setup of another run with the same model, on the same samples or others: the two then share what
     they can, and `simulate_together` runs their devices side by side. Only the model's starting point is its own.
+    `edge` are the settings of an edge network, off by default.
     """
     algorithm, work, run = algorithm or settings.Algorithm(), work or settings.Work(), run or settings.Run()
     for section, values in (("algorithm", algorithm), ("work", work), ("run", run)):
@@ -169,17 +189,19 @@ def prepare(
     set_precision(run.precision, device)
     joins = _joins(work, federation.devices)
     active = choose_active(work.active, traits, federation.devices - work.joiners)
-    most = federation.devices if traits.everyone or work.personal_rounds else active
+    spare = edge.extra if edge is not None and edge.on and not (traits.alone or traits.everyone) else 0
+    most = federation.devices if traits.everyone or work.personal_rounds else active + spare
     device_data = device_data_of(federation, device, dtype, beside.data if beside else None, most, run.evaluate_devices)
     network = _network(
         model, device_data, federation.classes, run.precision, beside.terms.method.network if beside else None
     )
     network.batched = choose_executor(run.executor, network, device) == "vectorised"
     found = resolved(algorithm, network, work, costs).for_sizes(federation.sizes)
-    if device_data.recordings is None and any(draw.of == "runs" for draw in found.method.traits.draws):
+    check_recordings(found.method, device_data.recordings)
+    if device_data.server_source is None and found.method.traits.server_data:
         raise InputError(
-            f"algorithm.name = {algorithm.name!r}: needs windows in the order of time; give an array `recording` that "
-            "says which recording each sample is of"
+            f"algorithm.name = {algorithm.name!r}: its server learns from labelled samples of its own; "
+            "give data.server, the share of samples that it holds, such as 0.1"
         )
     kept = found.kept_method(work)
     numbers, warming = numbers_of(found.algorithm, kept, algorithm, federation.sizes)
@@ -198,11 +220,18 @@ def prepare(
         sizes=federation.sizes,
         names=federation.names,
         seed=run.seed,
+        spare=min(spare, federation.devices - work.joiners - active),
     )
     slots, processes = choose_slots(run, network, device), choose_processes(run.processes, device, active)
     setup = Setup(terms, device_data, Machine(network.batched, slots, processes, run.store))
     store = choose_store(run.store, setup.state_bytes, device, on_demand=device_data.supply is not None)
-    return setup._replace(machine=setup.machine._replace(store=store))
+    setup = setup._replace(machine=setup.machine._replace(store=store))
+    if edge is None or not edge.on:
+        return setup
+    from fedcpsl.simulation.edge import with_edge  # which counts what a device does, with all that this module prepares
+
+    settings.check("edge", edge)
+    return with_edge(setup, edge)
 
 
 def choose_active(active: int | str, traits: Traits, devices: int) -> int:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedcpsl.algorithm import optional
+from fedcpsl.edge.state import EdgeState, initial_edge_state
 from fedcpsl.errors import RunError
 from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation.device_data import keep_labels, load_samples
@@ -36,6 +37,16 @@ class FiniteCheck(NamedTuple):
             raise error
 
 
+class Flight(NamedTuple):
+    """A device that has begun and whose upload has not arrived yet."""
+
+    task: DeviceRound
+    kept: Tree  # what it keeps from its arrival on
+    upload: Tree
+    sent: Tree  # what it was sent; one object for devices that were sent the same
+    costs: Tensor
+
+
 class State(NamedTuple):
     """Everything that changes, after `round` rounds. The next round overwrites `devices` and `targets` in place."""
 
@@ -52,6 +63,8 @@ class State(NamedTuple):
     lost: int  # uploads lost so far
     finite_check: FiniteCheck | None = None  # whether this round's numbers are finite
     sparse: Sparse | None = None  # where only devices that have been active have rows in `devices`
+    edge: EdgeState | None = None  # of the edge network, where there is one
+    flight: tuple[Flight, ...] = ()  # uploads on their way, where rounds do not wait for all
 
     def nu(self, device: int) -> Tensor:
         """The pseudo-labels of one device, [unlabelled samples, classes]."""
@@ -103,6 +116,7 @@ def initial_state(setup: Setup) -> State:
         costs={},
         lost=0,
         sparse=sparse,
+        edge=initial_edge_state(setup.edge) if setup.edge else None,
     )
 
 

@@ -49,8 +49,7 @@ def shared_memory_for(request: RoundRequest) -> Result:
     Its memory counts once it is used.
     """
     setup = request.setup
-    everyone = setup.terms.method.traits.everyone or setup.terms.personal_rounds
-    rows = setup.terms.devices if everyone else min(setup.terms.work.active, setup.terms.devices)
+    rows = setup.terms.most_active
     return map_tensors(lambda t: shared_zeros((rows, *t.shape), t.dtype), example_of(request, setup.terms.method)[:2])
 
 

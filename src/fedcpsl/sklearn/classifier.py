@@ -17,12 +17,14 @@ from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 
-from fedcpsl.config import AUTO, Algorithm, Config, algorithm_settings, with_settings
-from fedcpsl.errors import InputError
+from fedcpsl.config import AUTO, Config, algorithm_settings, with_settings
+from fedcpsl.errors import InputError, did_you_mean
+from fedcpsl.settings import DEFAULT_ALGORITHM
 from fedcpsl.sklearn.learning import Learnt, MakeModel, learn, probabilities
 from fedcpsl.sklearn.targets import device_names, known_labels, places, refuse_text, refuse_unseen, with_marks
 
 SEEDS = 2**31 - 1
+NUMBERS = ("beta", "eta", "eta_lc", "gamma", "alpha_p", "alpha_r")  # parameters that are the algorithm's settings
 NO_DEVICE = (
     'the global model predicts, because the samples\' devices were not given: give device=, or device="global" to '
     "silence this. A search or a cross-validation passes it on after sklearn.set_config(enable_metadata_routing=True) "
@@ -35,9 +37,11 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     """A classifier from few labels, with a model for every device (person, site, machine) and one for all.
 
     In `y`, -1 or a missing value (for text also "-1" or "") means unlabelled; anything else is a class. `device` is
-    the device of each sample; without it there is one device, 0. What is `auto` is decided as on the command line.
+    the device of each sample; without it there is one device, 0. What is `auto` is decided as on the command line: of
+    the numbers from `beta` to `alpha_r`, which algorithms share, it is the algorithm's own default.
 
-    :param algorithm: `fedcpsl`, or a baseline by name: `apfl`, `fedavg`, `local` and others.
+    :param algorithm: `fedcpsl2`, FedCPSL's successor; `fedcpsl`, as published; or a baseline by name: `apfl`, `fedavg`,
+        `local` and others.
     :param model: a network by name, `package.module:function`, or a function of (input shape, classes).
     :param hidden: widths of the hidden layers where the model is an `mlp`.
     :param rounds: in each of them some devices train and the global model is renewed.
@@ -45,18 +49,18 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     :param epochs: how often a device goes through its samples in a round.
     :param batch_size: labelled samples, and as many unlabelled ones, of a minibatch.
     :param personal_rounds: rounds at the end in which every device trains its own model alone.
-    :param beta: weight of a device's own model in its predictions, or one for each of `devices_`.
-    :param eta: step size; `auto`: 0.05.
-    :param eta_lc: step size of the devices' own models; `auto`: 2 eta for `fedcpsl` and `local`, else eta.
+    :param beta: weight of a device's own model in its predictions; for `fedcpsl` also one for each of `devices_`.
+    :param eta: step size; `auto`: 0.05 for `fedcpsl`, found by short fits for `fedcpsl2`.
+    :param eta_lc: step size of the devices' own models; `auto`: 2 eta for `fedcpsl`, `fedcpsl2` and `local`.
     :param gamma: local momentum.
-    :param alpha_p: weight of the pseudo-label loss.
-    :param alpha_r: weight of the regulariser of pseudo-labels.
+    :param alpha_p: weight of the pseudo-label loss of `fedcpsl`.
+    :param alpha_r: weight of the regulariser of the pseudo-labels of `fedcpsl`.
     :param standardise: whether features are shifted and scaled to mean 0 and deviation 1.
     :param input_shape: of one sample, where rows are flattened images or signals: (1, 28, 28).
     :param unseen: for a device that was not in `fit`: `error`, or `global`: the global model predicts.
     :param compute: where to train: `cpu`, `cuda`, `mps`; `auto`: cuda where there is one.
     :param processes: that share a round's devices; 1 leaves the cores to a search's `n_jobs`.
-    :param settings: any other settings by name, such as `{"work.unit": "hlu"}`.
+    :param settings: any other settings by name, such as `{"work.unit": "hlu"}` or `{"algorithm.kappa": 1.0}`.
     :param random_state: a whole number makes fits repeatable, and is the seed of the same run elsewhere.
 
     After `fit`: `classes_`, `devices_` (names, sorted), `active_rounds_` (of each device), `n_features_in_` and, for a
@@ -66,7 +70,7 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def __init__(
         self,
         *,
-        algorithm: str = "fedcpsl",
+        algorithm: str = DEFAULT_ALGORITHM,
         model: str | MakeModel = AUTO,
         hidden: Sequence[int] = (200, 200),
         rounds: int = 100,
@@ -74,12 +78,12 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         epochs: int = 2,
         batch_size: int = 32,
         personal_rounds: int = 0,
-        beta: float | Sequence[float] = 0.75,
+        beta: float | str | Sequence[float] = AUTO,
         eta: float | str = AUTO,
         eta_lc: float | str = AUTO,
-        gamma: float = 0.8,
-        alpha_p: float = 0.03,
-        alpha_r: float = 0.01,
+        gamma: float | str = AUTO,
+        alpha_p: float | str = AUTO,
+        alpha_r: float | str = AUTO,
         standardise: bool = True,
         input_shape: Sequence[int] | None = None,
         unseen: str = "error",
@@ -196,7 +200,6 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if not isinstance(normalise, bool):
             raise ValueError(f"standardise = {self.standardise!r}: give True or False")
         values = {
-            "algorithm.name": self.algorithm,
             "model.name": AUTO if callable(self.model) else self.model,
             "model.hidden": self.hidden,
             "work.rounds": self.rounds,
@@ -205,24 +208,30 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             "work.batch_labelled": self.batch_size,
             "work.batch_unlabelled": self.batch_size,
             "work.personal_rounds": self.personal_rounds,
-            "algorithm.beta": self.beta,
-            "algorithm.eta": self.eta,
-            "algorithm.eta_lc": self.eta_lc,
-            "algorithm.gamma": self.gamma,
-            "algorithm.alpha_p": self.alpha_p,
-            "algorithm.alpha_r": self.alpha_r,
             "data.normalise": "standard" if normalise else "none",
             "run.device": self.compute,
             "run.processes": self.processes,
             "run.seed": self._seed(),
         }
-        kind = algorithm_settings(self.algorithm)
-        values = {name: v for name, v in values.items() if not name.startswith("algorithm.") or _applies(kind, name, v)}
+        values |= self._algorithm_values()
         for name in self.settings or {}:
-            if name.split(".")[0] in ("data", "model"):
-                raise ValueError(f"settings has {name!r}: give settings of algorithm, work or run")
+            if name.split(".")[0] in ("data", "model", "edge") and name != "data.server":
+                raise ValueError(f"settings has {name!r}: give settings of algorithm, work or run, or data.server")
         values |= self.settings or {}
         return with_settings(Config(), {name: _plain(value) for name, value in values.items()})
+
+    def _algorithm_values(self) -> dict[str, Any]:
+        """Return the algorithm's name and what is not left to it; InputError where it has no such number."""
+        own = [f.name for f in fields(algorithm_settings(self.algorithm))]
+        given = {key: _plain(getattr(self, key)) for key in NUMBERS}
+        given = {key: value for key, value in given.items() if value != AUTO}
+        unknown = [key for key in given if key not in own]
+        if unknown:
+            raise InputError(
+                f"{unknown[0]} = {given[unknown[0]]!r}: {self.algorithm} has no such setting; leave it out, or give an "
+                f"algorithm that has, such as algorithm='fedcpsl' ({did_you_mean(unknown[0], own)})"
+            )
+        return {"algorithm.name": self.algorithm} | {f"algorithm.{key}": value for key, value in given.items()}
 
     def _seed(self) -> int:
         if isinstance(self.random_state, Integral):
@@ -273,13 +282,6 @@ def _plain(value: Any) -> Any:
 
 def _listed(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
-
-
-def _applies(kind: type[Any], name: str, value: Any) -> bool:
-    """Return whether an algorithm takes a value: the defaults here are FedCPSL's, and others have their own."""
-    key = name.partition(".")[2]
-    has = key in {f.name for f in fields(kind)}
-    return key == "name" or (has and (kind is Algorithm or value != getattr(Algorithm(), key)))
 
 
 @contextmanager

@@ -65,7 +65,7 @@ def learn(
     scaling = fit_scaling(x, np.arange(len(x))) if config.data.normalise != "none" else None
     pieces = [_inputs(x[i : i + ROWS_AT_ONCE], scaling).float() for i in range(0, len(x), ROWS_AT_ONCE)]
     source = array_source(torch.cat(pieces).numpy(), y, owner)._replace(names=names)
-    federation = federate(source, Shares(test=0.0), normalise=False, seed=config.run.seed)
+    federation = federate(source, Shares(test=0.0, server=config.data.server), normalise=False, seed=config.run.seed)
     model = choose_model(model, federation.shape, "") if isinstance(model, str) else model
     with _own_randomness():
         torch.manual_seed(int(stream(config.run.seed, "init").integers(2**63)))

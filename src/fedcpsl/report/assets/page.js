@@ -72,7 +72,7 @@
     const unit = chart.log ? "" : " %";
     const texts = rows.slice(0, 12).map(([s, i]) => [s.name, valueText(chart, s.y[i]) + unit
       + (s.seeds[i] ? ` ± ${valueText(chart, s.seeds[i])}` : "") + (s.devices[i] ? `, spread ${valueText(chart, s.devices[i])}` : "")]);
-    const heading = chart.unit ? `${tickText(here)}${chart.unit} sent` : `${chart.x} ${tickText(here)}`;
+    const heading = chart.unit ? `${tickText(here)}${chart.unit}` : `${chart.x} ${tickText(here)}`;
     figure.dataset.at = here;
     show(box.left + x(here) * box.width, top ?? box.top + box.height / 3, heading, texts);
   }
@@ -141,7 +141,79 @@
     heading.setAttribute("aria-sort", down ? "descending" : "ascending");
   }
 
-  const updateAll = () => document.querySelectorAll("figure.chart").forEach(update);
+  // A round of the reader's choice: its lanes as sections.html draws those of others.
+  const made = (name, kind, text = "") => Object.assign(document.createElement(name), { className: kind, textContent: text });
+  const at = (kind, left, width) => {
+    const mark = made("i", kind);
+    mark.style.left = left + "%";
+    if (width !== undefined) mark.style.width = width + "%";
+    return mark;
+  };
+  const time = (seconds) => `${+seconds.toPrecision(3)} s`;
+
+  function lane([device, start, download, compute, upload, done, planned, outcome, late], of, length, ends) {
+    const [fate, meaning] = of.outcomes[outcome], name = of.names[device] ?? device;
+    const bars = made("span", "lane"), words = [`device ${name}: ${meaning}`];
+    let now = start;
+    for (const [part, seconds] of [["download", download], ["compute", compute], ["upload", upload]]) {
+      if (!seconds) continue;
+      bars.append(at(part + (part === "upload" && fate !== "counted" ? " failed" : ""), 100 * now / length, 100 * seconds / length));
+      words.push(`${part} ${time(seconds)}, from ${time(now)} to ${time(now + seconds)}`);
+      now += seconds;
+    }
+    words.push(`${done} of ${planned} steps`);
+    if (late) words.push(`drawn ${late} rounds before`);
+    bars.append(...ends());
+    bars.title = words.join("; ");
+    bars.setAttribute("role", "img");
+    bars.setAttribute("aria-label", bars.title);
+    const cut = fate === "counted" && done < planned;
+    return [made("b", "", name), bars, made("span", "fate " + fate, cut ? `${done} of ${planned} steps` : fate)];
+  }
+
+  const picked = {}; // by the figure's place in the page: the chosen round
+  const anyRounds = () => [...document.querySelectorAll("figure.any")];
+  function drawRound(figure, place) {
+    const rounds = JSON.parse(figure.dataset.rounds), [number, range] = figure.querySelectorAll("input");
+    const of = { outcomes: JSON.parse(figure.dataset.outcomes), names: JSON.parse(figure.dataset.names) };
+    const wanted = picked[place] ?? rounds[0][0];
+    const index = rounds.reduce((best, r, i) => Math.abs(r[0] - wanted) < Math.abs(rounds[best][0] - wanted) ? i : best, 0);
+    const [round, end, deadline, leftOut, lanes] = rounds[index];
+    const length = Math.max(end, deadline, ...lanes.map((l) => l[1] + l[2] + l[3] + l[4])) || 1;
+    const ends = () => [...(deadline ? [at("ends deadline", 100 * deadline / length)] : []), at("ends", 100 * end / length)];
+    const rows = lanes.map((each) => lane(each, of, length, ends));
+    if (leftOut) rows.splice(rows.length / 2, 0, [made("p", "cut", `${leftOut} devices in between`)]);
+    const unit = 10 ** Math.floor(Math.log10(length / 5)), step = [1, 2, 5, 10].map((k) => k * unit).find((s) => length / s <= 6);
+    const axis = made("span", "seconds");
+    axis.setAttribute("aria-hidden", "true");
+    for (let k = 0; k * step <= length * 1.0001; k += 1) {
+      const mark = at("", 100 * k * step / length);
+      mark.textContent = `${+(k * step).toPrecision(6)} s`;
+      axis.append(mark);
+    }
+    figure.querySelector(".lanes").replaceChildren(...rows.flat(), made("b", ""), axis);
+    const counted = lanes.filter((l) => of.outcomes[l[7]][0] === "counted").length;
+    figure.querySelector("output").textContent = leftOut ? time(end) : `${time(end)}, ${counted} of ${lanes.length} counted`;
+    if (document.activeElement !== number) number.value = round;
+    range.value = index;
+    range.setAttribute("aria-valuetext", `round ${round}`);
+  }
+  addEventListener("input", (event) => {
+    const figure = event.target.closest?.("figure.any"), place = anyRounds().indexOf(figure);
+    if (!figure || event.target.value === "") return;
+    const chosenOne = event.target.type === "range" ? JSON.parse(figure.dataset.rounds)[event.target.value][0] : +event.target.value;
+    picked[place] = chosenOne;
+    drawRound(figure, place);
+  });
+  addEventListener("change", (event) => { // what was typed becomes the round that is shown
+    const figure = event.target.closest?.("figure.any");
+    if (figure) figure.querySelector("input").value = JSON.parse(figure.dataset.rounds)[figure.querySelector("[type=range]").value][0];
+  });
+
+  const updateAll = () => {
+    document.querySelectorAll("figure.chart").forEach(update);
+    anyRounds().forEach(drawRound);
+  };
   addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((each) => { each.open = true; }));
   updateAll();
 

@@ -1,0 +1,153 @@
+"""What a study of edge networks shows besides accuracies: virtual time, energy, bytes, lost uploads, far devices."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcpsl.report.edge_pictures import halves
+from fedcpsl.report.study_matrix import Cell, Matrix, matrix_of, with_half
+from fedcpsl.report.summary_tables import OUTCOMES
+from fedcpsl.report.tables import duration, joules, size
+from fedcpsl.runs.comparison import Interval, interval
+from fedcpsl.runs.edge_files import read_devices
+from fedcpsl.runs.folder import Metrics, is_finished, read_metrics
+from fedcpsl.runs.result_tables import read_device_table
+from fedcpsl.runs.study import Study
+
+MAX_POINTS = 60  # of a curve
+COSTS = {"seconds": "virtual time, s", "joules": "energy, J"}
+Runs = Sequence[Mapping[str, Any]]
+
+
+def has_edge(runs: Runs) -> bool:
+    """Return whether some of these runs had an edge network."""
+    return any("edge_seconds" in run for run in runs)
+
+
+def edge_tables(study: Study, by_place: Mapping[tuple[str, str], Cell]) -> list[Matrix]:
+    """Return tables of virtual time, energy and bytes, of uploads and steps, and of far devices if some were lost."""
+    caption = "Virtual time, energy and bytes sent of a run, mean over seeds."
+    tables = [matrix_of(study, by_place, caption, lambda cell: spent(cell.runs))]
+    caption = "Uploads counted, % of those drawn, and local steps done, % of those planned."
+    tables.append(matrix_of(study, by_place, caption, lambda cell: counted(cell.folders)))
+    if any(loses(cell.folders) for cell in by_place.values()):
+        tables.append(_far_devices(study, by_place))
+    return tables
+
+
+def _far_devices(study: Study, by_place: Mapping[tuple[str, str], Cell]) -> Matrix:
+    """Return how far devices fare worse than near ones, beside the first row of the same algorithm."""
+    firsts: dict[str, str] = {}
+    for row, settings in study.rows.items():
+        firsts.setdefault(settings.get("algorithm.name", ""), row)
+
+    def behind(cell: Cell) -> str:
+        first = by_place[cell.line.panel, firsts[study.rows[cell.line.row].get("algorithm.name", "")]]
+        if cell is first or len(cell.folders) != len(first.folders):
+            return "-"
+        return with_half(far_behind_near(cell.folders, first.folders), "+")
+
+    caption = (
+        "The global model on the half of the devices with the larger path losses, less that on the other half, in "
+        "points, less the same of the first row with that algorithm, paired by seed."
+    )
+    return matrix_of(study, by_place, caption, behind)
+
+
+def spent(runs: Runs) -> str:
+    """Return virtual time, energy and bytes sent of a run, means over seeds."""
+    known = [run for run in runs if "edge_seconds" in run]
+    if not known:
+        return "-"
+    costs = {"edge_seconds": duration, "edge_joules": joules}
+    texts = [_with_half([run[key] for run in known], text) for key, text in costs.items()]
+    return ", ".join([*texts, size(float(np.mean([run["uplink_bytes"] for run in known])))])
+
+
+def costs_until(runs: Runs, k: int) -> str:
+    """Return the virtual time, energy and bytes of the runs that reached an accuracy; nothing without edge networks."""
+    known = [run for run in runs if run["reach_rounds"][k] is not None]
+    if not all("reach_joules" in run for run in known):
+        return ""
+    bytes_sent = float(np.mean([run["reach_bytes"][k] for run in known]))
+    costs = {"reach_seconds": duration, "reach_joules": joules}
+    texts = [_with_half([run[key][k] for run in known], text) for key, text in costs.items()]
+    return ", ".join(["", *texts, size(bytes_sent)])
+
+
+def _with_half(values: Sequence[float], text: Callable[[Any], str]) -> str:
+    """Return a mean and half of its interval over seeds, as text."""
+    found = interval(values) or {"mean": None, "half_width": None}
+    half = found["half_width"]
+    return text(found["mean"]) + (f" ± {text(half)}" if half is not None else "")
+
+
+def counted(folders: Sequence[Path]) -> str:
+    """Return how many uploads of drawn devices were counted, and how many steps were done of those planned, in %."""
+    known = _last(folders)
+    if not known:
+        return "-"
+    arrived = np.mean([edge["counted"] / max(sum(edge[key] for key in OUTCOMES), 1) for edge in known])
+    done = np.mean([edge["steps_done"] / max(edge["steps_planned"], 1) for edge in known])
+    return f"{100 * arrived:.1f}, {100 * done:.1f}"
+
+
+def loses(folders: Sequence[Path]) -> bool:
+    """Return whether uploads were lost in these runs."""
+    return any(edge["lost"] for edge in _last(folders))
+
+
+def _last(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return what the edge networks of runs had done at their last evaluation."""
+    return [metrics[-1]["edge"] for folder in folders if (metrics := read_metrics(folder)) and "edge" in metrics[-1]]
+
+
+def near_and_far(folder: Path) -> tuple[float, float] | None:
+    """Return the global model's accuracy on the half of devices with the smaller path losses, and on the other half."""
+    found = read_devices(folder) if is_finished(folder) else None
+    devices = read_device_table(folder / "devices.csv") if found else []
+    if found is None or not all(device["global"] for device in devices):
+        return None
+    accuracy = np.array([float(device["global"]) for device in devices])
+    near, far = (float(accuracy[half].mean()) for half in halves(found))
+    return near, far
+
+
+def far_behind_near(folders: Sequence[Path], without: Sequence[Path]) -> Interval | None:
+    """Return what far devices lose more than near ones against the same seeds of a reference, mean and interval.
+
+    (far - near) - (far - near of the reference): splits put easier classes near or far, which the reference has too.
+    """
+    pairs = [(near_and_far(a), near_and_far(b)) for a, b in zip(folders, without, strict=True)]
+    known = [(a[1] - a[0]) - (b[1] - b[0]) for a, b in pairs if a and b]
+    return interval(known) if len(known) == len(pairs) else None
+
+
+def cost_of(metrics: Metrics, cost: str) -> float:
+    """Return the virtual seconds or the joules of a run until an evaluation."""
+    edge = metrics["edge"]
+    return float(edge["seconds"] if cost == "seconds" else edge["compute_joules"] + edge["radio_joules"])
+
+
+def curve_by(folders: Sequence[Path], cost: str) -> tuple[list[float], NDArray[np.float64]]:
+    """Return the mean cost over seeds at (some of many) evaluations, and the personal accuracies there, by seed."""
+    runs = [read_metrics(folder) for folder in folders]
+    length = min(map(len, runs))
+    shown = np.unique(np.linspace(0, length - 1, min(length, MAX_POINTS)).round().astype(int)).tolist()
+    costs = np.mean([[cost_of(run[i], cost) for i in shown] for run in runs], axis=0)
+    means = [[run[i]["personal"]["mean"] for i in shown] for run in runs]
+    return costs.tolist(), np.array(means, float)  # NaN where no device has a test set
+
+
+def cost_curves(study: Study, cells: Sequence[Cell]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return for every row and cost the curves of its panels."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row, cost in product(study.rows, COSTS):
+        own = [cell for cell in cells if cell.line.row == row and cell.folders]
+        curves = {cell.line.panel: curve_by(cell.folders, cost) for cell in own}
+        found.setdefault(row, {})[COSTS[cost]] = curves
+    return found
