@@ -38,6 +38,8 @@ deadline = 120
 [model]
 name = "mlp"
 hidden = [200, 200]
+[algorithm]
+name = "fedcpsl"
 [work]
 rounds = {rounds}
 active = {devices}

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from mnist_cpu import matmul_rate
 
-from fedcpsl import Data, Run, Work, evaluate, load_federation, mlp, prepare, simulate
+from fedcpsl import Algorithm, Data, Run, Work, evaluate, load_federation, mlp, prepare, simulate
 from fedcpsl.runs.environment import cpu_name, git_commit
 
 ACTIVE, BLOCK, BATCH = 20, 10, 64
@@ -37,7 +37,7 @@ def run_one(devices: int, store: str, rounds: int, steps: int) -> dict[str, Any]
     federation = load_federation(Data(dataset="synthetic", devices=devices), seed=0)
     torch.manual_seed(0)
     work = Work(rounds=rounds, active=ACTIVE, unit="steps", amount=steps)
-    setup = prepare(federation, mlp(64, 10), work=work, run=Run(store=store, processes=1))
+    setup = prepare(federation, mlp(64, 10), Algorithm(), work=work, run=Run(store=store, processes=1))
     torch.set_num_threads(1)  # so that processor time is the time of the work, and not of threads that wait
     seconds, busy, earlier, evaluation = [], [], None, None
     start = time.perf_counter(), time.process_time()

@@ -93,7 +93,7 @@ def measure(executor: str, rounds: int, active: int) -> dict[str, float | str | 
         "active": active,
         "steps": last["steps"],
         "seconds": round(wall, 2),
-        "gflops": round(flops / 1e9, 1),
+        "gflops": round(flops / 1e9, 4),
         "matmul_gflops": round(rate / 1e9, 1),
         "matmul_gflops_lowest": round(min(rates) / 1e9, 1),
         "matmul_gflops_highest": round(max(rates) / 1e9, 1),
