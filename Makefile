@@ -6,7 +6,7 @@ BIN := .venv/bin
 .PHONY: demo test soak soak-calm soak-hosts soak-systemd flower-app check lint docs notebooks bench bench-cifar bench-devices bench-processes bench-gpu bench-peers bench-federation hostile uplink large-table package clean
 
 demo: .venv/ready
-	$(BIN)/fedcpsl run
+	$(BIN)/fedcpsl compare --algorithms fedcpsl2,fedcpsl,local,fedavg --seeds 3 --reach ""
 	@echo "Open the report above in a browser."
 
 # files side by side; the tests of one file share what they set up

@@ -12,7 +12,7 @@ from sphinx.util import logging
 
 import fedcpsl
 from fedcpsl.config import FLAGS, Config, other_algorithm_settings
-from fedcpsl.settings import toml_value
+from fedcpsl.settings import DEFAULT_ALGORITHM, toml_value
 
 project = "fedcpsl"
 release = version = fedcpsl.__version__
@@ -52,7 +52,8 @@ def settings_tables() -> str:
         for declared in fields(values):
             name = f"{title}.{declared.name}"
             shown = f"`{declared.name}`" + (f"<br>`{flags[name]}`" if name in flags else "")
-            default = f"`{toml_value(getattr(values, declared.name))}`"
+            value = DEFAULT_ALGORITHM if (whose, name) == ("", "algorithm.name") else getattr(values, declared.name)
+            default = f"`{toml_value(value)}`"
             cells = [shown, default, declared.metadata["accepts"], declared.metadata["help"]]
             lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("*", "\\*") for cell in cells) + " |")
         lines.append("")
