@@ -83,6 +83,10 @@ def test_a_command_is_one_that_exists(words):
         assert set(arguments) <= set(targets)
     elif program == "torchrun":
         assert_parses(arguments[arguments.index("fedcpsl") + 1 :])
+    elif program == "python":
+        script, *options = arguments
+        code = (ROOT / script).read_text()
+        assert all(f'"{word}"' in code for word in options if word.startswith("--"))
     elif program not in OTHER_PROGRAMS:
         assert program in ("fedcpsl", ".venv/bin/fedcpsl"), "not a program that this test knows"
         assert_parses(arguments)
