@@ -301,6 +301,14 @@ def test_a_wrong_command_is_one_line(desk, arguments, words):
     assert not (desk / "runs").exists()
 
 
+def test_settings_that_are_refused_can_be_corrected(desk):
+    """A study whose first run was refused has no runs yet: the corrected command may have another base."""
+    arguments = ["paper", "pair.toml", "--out", "o", "--seeds", "1", "--processor", "cpu"]
+    refused = fedcpsl(*arguments, "--precision", "tf32", cwd=desk)
+    assert (refused.returncode, "give ieee" in refused.stderr) == (2, True)
+    assert fedcpsl(*arguments, "--precision", "ieee", cwd=desk).returncode == 0
+
+
 def test_runs_with_other_settings_are_not_mixed(desk):
     assert fedcpsl("paper", "pair.toml", "--out", "o", "--seeds", "1", cwd=desk).returncode == 0
     done = fedcpsl("paper", "pair.toml", "--out", "o", "--seeds", "1", "--rounds", "4", cwd=desk)

@@ -211,7 +211,7 @@ def run_plan(folder: Path, plan: Plan, announce: Announce) -> bool:
     """Run the unfinished runs of a plan in a folder that studies share; False if a stop was requested."""
     make_parent(folder / "runs")
     (folder / "runs").mkdir(exist_ok=True)
-    if not (folder / "config.toml").exists():
+    if not any((folder / "runs").iterdir()):  # also after settings that were refused before the first run
         write_whole(folder / "config.toml", to_toml(plan.base))
     check_base(folder, plan)
     return run_all(folder, plan, announce)
