@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcpsl.data.csv_files import batches_of, check_text_column, header_of, is_number, kind_of, not_a_number
 from fedcpsl.data.federation import Source, natural_order
-from fedcpsl.data.notes import is_missing, note, note_classes, note_columns, note_inputs
+from fedcpsl.data.notes import is_missing, note, note_classes, note_columns, note_inputs, track
+from fedcpsl.data.readers import batches_of, check_text_column, header_of, is_number, kind_of, not_a_number
 from fedcpsl.errors import InputError, did_you_mean
-from fedcpsl.progress import track
 
 TABLE_FILES = (".csv", ".tsv", ".parquet")
 TRUTH_VALUES = {"true": 1.0, "yes": 1.0, "t": 1.0, "y": 1.0, "false": 0.0, "no": 0.0, "f": 0.0, "n": 0.0}
