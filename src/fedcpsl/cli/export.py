@@ -93,7 +93,7 @@ def add_predict(commands: Any) -> None:
 
 
 def _predict(parsed: argparse.Namespace) -> int:
-    from fedcpsl.export.samples import accuracy
+    from fedcpsl.export.model_manifest import accuracy
     from fedcpsl.storage import write_whole
 
     as_json = _wants_json(parsed.out, requested=parsed.json)
@@ -117,7 +117,7 @@ def _predict(parsed: argparse.Namespace) -> int:
 
 def _predictions(parsed: argparse.Namespace) -> tuple[Any, Any, Any, Sequence[str | None]]:
     """Return the model's manifest, the samples, their probabilities, and per sample the model if there are several."""
-    from fedcpsl.export.samples import read_samples
+    from fedcpsl.export.model_manifest import read_samples
 
     run = None if parsed.device else _run_of_many(parsed.model)
     if run is None:

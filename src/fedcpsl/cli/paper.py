@@ -76,7 +76,7 @@ def _run(parsed: argparse.Namespace, studies: Sequence["Study"], dataset: str) -
     from rich.console import Console
 
     from fedcpsl.report.study import best_points, cells_of, print_study, write_study
-    from fedcpsl.report.study_needs import write_choice
+    from fedcpsl.report.study_tables import write_choice
     from fedcpsl.report.terminal import comparison_progress
     from fedcpsl.runs.comparison import run_folder
     from fedcpsl.runs.folder import is_finished

@@ -30,12 +30,12 @@ from fedcpsl.deployment.endpoints import (
     STATUS_PATH,
     Notify,
     format_address,
+    public_status,
+    read_status,
 )
 from fedcpsl.deployment.signing import KeyRing
-from fedcpsl.deployment.status import public_status, read_status
-from fedcpsl.deployment.wire import pack, unpack
 from fedcpsl.errors import InputError, RunError, printable
-from fedcpsl.federation.messages import PROBE, PROTOCOL, TRAIN, Lost, Message
+from fedcpsl.federation.messages import PROBE, PROTOCOL, TRAIN, Lost, Message, pack, unpack
 
 PRESENT_S = 60.0  # a device counts as connected for this long after its last HTTP request
 GRACE_S = 20.0  # after the start, before devices that have not connected count as absent

@@ -15,14 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from fedcpsl.errors import InputError
-from fedcpsl.report import edge_study
+from fedcpsl.report import study_tables
 from fedcpsl.report.comparison import curve_of
 from fedcpsl.report.figures import costs, maps, panels_of_curves, rate, trend
 from fedcpsl.report.loaded_runs import RunSet, SeedGroup, try_load_runs
 from fedcpsl.report.page import inline_svg, page_of
 from fedcpsl.report.sections import render
-from fedcpsl.report.study_matrix import Cell, Matrix, matrix_of, with_half
-from fedcpsl.report.study_needs import CAPTION, HEAD, needs_of
+from fedcpsl.report.study_tables import NEEDS_CAPTION, NEEDS_HEAD, Cell, Matrix, matrix_of, needs_of, with_half
 from fedcpsl.report.terminal import print_table
 from fedcpsl.runs.comparison import EDGE, final_row, interval, no_row, reached, run_folder
 from fedcpsl.runs.folder import failure, is_finished, is_refused, read_manifest, read_metrics, read_run_config
@@ -107,14 +106,14 @@ def _matrices(study: Study, dataset: str, cells: Sequence[Cell]) -> list[Matrix]
 
 def _costs(study: Study, dataset: str, by_place: Mapping[tuple[str, str], Cell]) -> list[Matrix]:
     """Return the rounds until accuracies; with edge networks also virtual time, energy, bytes and lost uploads."""
-    edge = any(edge_study.has_edge(cell.runs) for cell in by_place.values())
+    edge = any(study_tables.has_edge(cell.runs) for cell in by_place.values())
     what = "First round, virtual time, energy and bytes sent until then," if edge else "First round"
     tables = []
     for k, target in enumerate(study.reach.get(dataset, [])):
         caption = f"{what} at {100 * target:g} % or more, mean over the seeds that got there."
         tables.append(matrix_of(study, by_place, caption, partial(_reached, k=k)))
     if edge:
-        tables += edge_study.edge_tables(study, by_place)
+        tables += study_tables.edge_tables(study, by_place)
     return tables
 
 
@@ -142,7 +141,7 @@ def _side_by_side(study: Study, dataset: str, panel: str, by_place: Mapping[tupl
     reaches = ["", "personal", f"{study.reference} ahead", "worst tenth", "global", *rounds_to, "steps"]
     where = f"{panel}: accuracy" if panel else "Accuracy"
     caption = f"{where} in %; by how much {study.reference} is ahead, paired by seed; the first round at some. {STEPS}"
-    return [Matrix(caption, reaches, reached_rows), Matrix(CAPTION, ["", "personal", *HEAD], needed_rows)]
+    return [Matrix(caption, reaches, reached_rows), Matrix(NEEDS_CAPTION, ["", "personal", *NEEDS_HEAD], needed_rows)]
 
 
 def best_points(study: Study, cells: Sequence[Cell]) -> dict[str, dict[str, Any]]:
@@ -219,7 +218,7 @@ def _reached(cell: Cell, k: int) -> str:
     if not found["runs"]:
         return "-"
     some = "" if found["runs"] == len(cell.runs) else f" ({found['runs']} of {len(cell.runs)})"
-    return f"{found['rounds']:.0f}{edge_study.costs_until(cell.runs, k)}{some}"
+    return f"{found['rounds']:.0f}{study_tables.costs_until(cell.runs, k)}{some}"
 
 
 def mean_gaps(cell: Cell) -> list[float]:
@@ -283,7 +282,7 @@ def _picture(study: Study, cells: Sequence[Cell]) -> str:
             {row: [(float(c.line.panel), mean_gaps(c)) for c in cells if c.line.row == row] for row in study.rows}
         )
     if study.shows == "costs":
-        return costs(edge_study.cost_curves(study, cells))
+        return costs(study_tables.cost_curves(study, cells))
     if study.shows == "trend":
         return trend(_trends(study, cells), study.title)
     panels: dict[str, dict[str, tuple[list[int], Any]]] = {}
@@ -351,7 +350,7 @@ def _finals(study: Study, dataset: str, cells: Sequence[Cell]) -> str:
         "gradients_per_step",
         *(("downlink_bytes", "device_bytes", "models_down", "models_up", "models_kept") if study.needs else ()),
     )
-    edge = any(edge_study.has_edge(cell.runs) for cell in cells)
+    edge = any(study_tables.has_edge(cell.runs) for cell in cells)
     until = {"rounds": "reach_rounds"}
     if edge:
         keys += EDGE
@@ -373,15 +372,15 @@ def _curves(cells: Sequence[Cell]) -> str:
     """Return accuracies as CSV, one line per run and evaluated round."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
-    edge = any(edge_study.has_edge(cell.runs) for cell in cells)
-    table.writerow(["panel", "row", "seed", "round", *CURVES, *list(edge_study.COSTS) * edge])
+    edge = any(study_tables.has_edge(cell.runs) for cell in cells)
+    table.writerow(["panel", "row", "seed", "round", *CURVES, *list(study_tables.COSTS) * edge])
     for cell in cells:
         for folder in cell.folders:
             seed = read_run_config(folder).run.seed
             for m in read_metrics(folder):
                 means = [m[key]["mean"] if m[key] else None for key in CURVES]
                 shown = ["" if v is None else f"{v:.4f}" for v in means]
-                shown += [f"{edge_study.cost_of(m, cost):.6g}" for cost in edge_study.COSTS if edge]
+                shown += [f"{study_tables.cost_of(m, cost):.6g}" for cost in study_tables.COSTS if edge]
                 table.writerow([cell.line.panel, cell.line.row, seed, m["round"], *shown])
     return text.getvalue()
 
