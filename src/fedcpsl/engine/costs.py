@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedcpsl.engine.leafwise import has_triton
-from fedcpsl.engine.memo import cache_last_call
+from fedcpsl.engine.leafwise import cache_last_call, has_triton
 from fedcpsl.problem import LabelledCosts, LocalCosts, PriorCosts, Weights, row_weights, with_prior
 
 Cost = Callable[[Tensor], Tensor] | LocalCosts | LabelledCosts | PriorCosts  # from log h to costs

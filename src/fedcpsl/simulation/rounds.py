@@ -12,12 +12,10 @@ from fedcpsl.edge.quantise import quantised_uploads
 from fedcpsl.edge.state import copied
 from fedcpsl.errors import InputError
 from fedcpsl.schedule import DeviceRound, Probe, draw_active, draw_by_weight, draw_numbers, draw_tasks
-from fedcpsl.simulation.aggregation import Received, keep_and_count
+from fedcpsl.simulation.aggregation import Received, keep_and_count, probed, replied, samples_at_server
 from fedcpsl.simulation.edge import draw_there, played
 from fedcpsl.simulation.executors import Finished, LocalRounds, local_rounds
 from fedcpsl.simulation.flight import begun, landed
-from fedcpsl.simulation.probes import probed
-from fedcpsl.simulation.replies import replied, samples_at_server
 from fedcpsl.simulation.round_request import RoundRequest, TrainingData, broadcasts_to, joint_data, training_data_of
 from fedcpsl.simulation.setup import Setup
 from fedcpsl.simulation.state import COUNT_BYTES, FiniteCheck, State, initial_state, knowing_labels, load, unload
