@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import confusion_matrix, f1_score, recall_score
 
 from fedcpsl.errors import InputError
-from fedcpsl.runs.result_tables import Confusion, class_metrics, macro_f1, per_class, read_confusion, to_csv
+from fedcpsl.runs.folder import Confusion, class_metrics, macro_f1, per_class, read_confusion, to_csv
 from tests.small_runs import ask, table_run
 
 PAIRS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=60)

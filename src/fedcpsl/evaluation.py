@@ -14,8 +14,7 @@ from fedcpsl.algorithm import Method, optional, predicting
 from fedcpsl.edge.state import metrics_of
 from fedcpsl.simulation import State
 from fedcpsl.simulation.device_data import Held
-from fedcpsl.simulation.hardware import to_device
-from fedcpsl.simulation.store import rows_of
+from fedcpsl.simulation.store import rows_of, to_device
 from fedcpsl.trees import Tree, map_tensors
 
 ROWS_AT_ONCE = 16384

@@ -15,7 +15,7 @@ from fedcpsl.report.edge_pictures import pictures_of
 from fedcpsl.report.loaded_runs import LoadedRun, RunSet, SeedGroup, alone_for
 from fedcpsl.report.tables import Column, Table, duration, joules, percent, plain, points, seconds, size
 from fedcpsl.report.verdict import all_failed, as_sentence, sentence, state_of, title_of, verdicts
-from fedcpsl.runs.result_tables import Confusion, class_metrics
+from fedcpsl.runs.folder import Confusion, class_metrics
 from fedcpsl.runs.split_summary import SplitSummary, nonzero_cells, read_split_summary
 
 MAX_FAILED = 5

@@ -19,8 +19,7 @@ from fedcpsl.report.edge_pictures import halves
 from fedcpsl.report.tables import OUTCOMES, duration, joules, size
 from fedcpsl.runs.comparison import Interval, interval
 from fedcpsl.runs.edge_files import read_devices
-from fedcpsl.runs.folder import Metrics, is_finished, read_metrics
-from fedcpsl.runs.result_tables import read_device_table
+from fedcpsl.runs.folder import Metrics, is_finished, read_device_table, read_metrics
 from fedcpsl.runs.study import Line, Study
 from fedcpsl.settings import toml_value
 from fedcpsl.storage import write_whole

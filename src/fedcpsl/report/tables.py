@@ -12,8 +12,7 @@ import numpy as np
 from fedcpsl.errors import InputError
 from fedcpsl.report.loaded_runs import LoadedRun, RunSet, SeedGroup, alone_for
 from fedcpsl.runs.comparison import interval, reached
-from fedcpsl.runs.folder import Metrics
-from fedcpsl.runs.result_tables import TESTS, Confusion, class_metrics
+from fedcpsl.runs.folder import TESTS, Confusion, Metrics, class_metrics
 
 MODELS = ("personal", "global", "localized")
 TARGETS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.98, 0.99)

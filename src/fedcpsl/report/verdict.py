@@ -10,8 +10,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from fedcpsl.report.loaded_runs import LoadedRun, RunSet
-from fedcpsl.runs.folder import read_manifest
-from fedcpsl.runs.result_tables import read_device_table
+from fedcpsl.runs.folder import read_device_table, read_manifest
 from fedcpsl.runs.split_summary import read_split_summary
 
 LEVEL = 0.975  # of a two-sided interval of 95 %

@@ -29,7 +29,7 @@ from fedcpsl.runs.checkpoint import checkpoints, drop_checkpoints, load_checkpoi
 from fedcpsl.runs.distributed import broadcast_continue, broadcast_runs
 from fedcpsl.runs.edge_files import append_round, check_edge_files, keep_rounds_until, write_devices
 from fedcpsl.runs.environment import environment, make_manifest, now
-from fedcpsl.runs.result_tables import write_tables
+from fedcpsl.runs.folder import write_tables
 from fedcpsl.runs.split_summary import write_split_summary
 from fedcpsl.schedule import stream
 from fedcpsl.settings import AUTO, SEARCH, Run

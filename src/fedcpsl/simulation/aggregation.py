@@ -17,11 +17,10 @@ from fedcpsl.problem import Samples
 from fedcpsl.schedule import DeviceRound, Probe, draw_order, draw_probes, omega
 from fedcpsl.simulation.device_data import load_samples
 from fedcpsl.simulation.executors import Finished
-from fedcpsl.simulation.hardware import to_device
 from fedcpsl.simulation.minibatches import drawn_once
 from fedcpsl.simulation.round_request import RoundRequest, Slot, TrainingData, expanded, hyper_of
 from fedcpsl.simulation.state import State
-from fedcpsl.simulation.store import put
+from fedcpsl.simulation.store import put, to_device
 from fedcpsl.trees import Tree, bytes_of, leaves, map_tensors, rebuilt
 
 NOTHING = np.empty((1, 0), np.int64)

@@ -10,9 +10,8 @@ from torch import Tensor
 from fedcpsl.algorithm import optional
 from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation.device_data import DeviceData
-from fedcpsl.simulation.hardware import to_device
 from fedcpsl.simulation.setup import Setup
-from fedcpsl.simulation.store import Sparse, rows_of
+from fedcpsl.simulation.store import Sparse, rows_of, to_device
 from fedcpsl.trees import Tree, map_tensors, rebuilt
 
 
