@@ -109,16 +109,16 @@ def seeds_and_reach(parsed: argparse.Namespace) -> tuple[int, list[float]]:
 def start_runs(parsed: argparse.Namespace, plan: "Plan", may_leave_out: Sequence[str] = ()) -> int:
     """Create the folder and execute all runs of a plan, without cases that do not fit and may be left out."""
     from fedcpsl.cli.run import refuse_existing
-    from fedcpsl.runs.comparison import check, create
+    from fedcpsl.runs.comparison import check_plan, create_comparison
     from fedcpsl.runs.folder import default_folder
 
     refuse_existing(parsed.out)
     tracker = chosen_tracker(parsed)
-    plan, first, left_out = check(plan, may_leave_out)
+    plan, first, left_out = check_plan(plan, may_leave_out)
     for name, reason in left_out.items():
         print(f"fedcpsl: {name} is left out: {reason}", file=sys.stderr)
     folder = parsed.out or default_folder(first, plan.kind)
-    create(folder, plan)
+    create_comparison(folder, plan)
     return _run_plan(folder, plan, tracker, as_json=parsed.json)
 
 

@@ -90,13 +90,13 @@ def add_report(commands: Any) -> None:
 
 def _report(parsed: argparse.Namespace) -> int:
     from fedcpsl.report.loaded_runs import load_runs
-    from fedcpsl.report.tables import check_target
+    from fedcpsl.report.tables import check_report_target
 
     if parsed.table and parsed.format == "html":
         raise InputError("--table: a page has all of them; give it with --format md, latex or csv")
     target = parsed.out or (Path("report.html") if len(parsed.runs) > 1 and parsed.format == "html" else None)
     if target:
-        check_target(target, parsed.format)
+        check_report_target(target, parsed.format)
     if parsed.alone or parsed.format != "html" or not _is_ended_comparison(parsed.runs, parsed.out):
         load_runs(parsed.runs)
     if parsed.alone and not _train_alone(parsed.runs):
@@ -202,7 +202,7 @@ def add_watch(commands: Any) -> None:
 def _watch(parsed: argparse.Namespace) -> int:
     if not 0 <= parsed.port <= 65535:
         raise InputError(f"--port {parsed.port}: give a number from 0 to 65535")
-    from fedcpsl.report.page import serve
+    from fedcpsl.report.page import serve_page
 
-    serve(parsed.runs, parsed.port)
+    serve_page(parsed.runs, parsed.port)
     return 0

@@ -66,9 +66,9 @@ def idx_images(dataset: str, class_names: tuple[str, ...], folders: Sequence[Pat
 
 def cifar10(folders: Sequence[Path]) -> Source:
     """Read the 50,000 training images of CIFAR-10, 3 x 32 x 32 bytes each, from either of the official formats."""
-    from fedcpsl.data.cifar import cifar10 as read
+    from fedcpsl.data.cifar import read_cifar10
 
-    images, labels = read(folders)
+    images, labels = read_cifar10(folders)
     return Source(images, labels, CIFAR10)
 
 

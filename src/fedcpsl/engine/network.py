@@ -20,6 +20,7 @@ from fedcpsl.engine.costs import Cost, Differentiated, differentiated
 from fedcpsl.engine.dropout import with_keyed_dropout
 from fedcpsl.engine.forward_backward import Bound, backward, bind, forward
 from fedcpsl.engine.layer_kinds import (
+    as_one_layer,
     differentiated_by_hand,
     is_convolution,
     is_matmul,
@@ -28,7 +29,6 @@ from fedcpsl.engine.layer_kinds import (
     refuse_running_statistics,
     runs_without_vmap,
     walk,
-    whole,
 )
 from fedcpsl.engine.leafwise import Leaves, as_slots, by_model, cache_last_call, subtract_scaled, unbound
 from fedcpsl.engine.precision import PRECISIONS, Arithmetic, own_products
@@ -306,7 +306,7 @@ class Network:
         if found[0, 0].shape == expected.shape and (found[0, 0] - expected).norm() <= AGREE * expected.norm():
             return
         logging.getLogger("fedcpsl").warning("the model is more than its layers: it runs as a whole, which is slower")
-        self._layers, self._by_hand, self._wants_channels_last = whole(self.module, self.shapes), False, False
+        self._layers, self._by_hand, self._wants_channels_last = as_one_layer(self.module, self.shapes), False, False
 
     def _trial(self, example: Tensor, *, training: bool, seed: int) -> Tensor:
         with torch.random.fork_rng(), torch.no_grad():

@@ -113,7 +113,7 @@ def trend(means: Mapping[str, Sequence[tuple[str, float, float]]], of: str) -> s
     return _svg(figure)
 
 
-def rate(means: Mapping[str, Sequence[tuple[float, Sequence[float]]]]) -> str:
+def gaps_by_rounds(means: Mapping[str, Sequence[tuple[float, Sequence[float]]]]) -> str:
     """Mean gaps of runs with more and more rounds R, on logarithmic scales, beside 1/sqrt(R), as SVG."""
     import numpy as np
 

@@ -24,8 +24,8 @@ from fedcpsl.errors import InputError, RunError
 from fedcpsl.report.charts import Chart, all_charts
 from fedcpsl.report.figures import accuracy_by_round, accuracy_per_device
 from fedcpsl.report.loaded_runs import RunSet, load_runs, runs_in, try_load_runs
-from fedcpsl.report.sections import Sections, environment, sections_of
-from fedcpsl.report.tables import GENERATOR, check_target
+from fedcpsl.report.sections import Sections, page_sections, templates
+from fedcpsl.report.tables import GENERATOR, check_report_target
 from fedcpsl.report.verdict import state_of, title_of
 from fedcpsl.storage import to_json, write_whole
 
@@ -57,7 +57,7 @@ def write_pictures(folder: Path, pictures: Mapping[str, str]) -> None:
 
 def write_page(paths: Sequence[Path], out: Path) -> Path:
     """Write one page about several runs, comparisons or studies; only a report is ever overwritten."""
-    check_target(out, "html")
+    check_report_target(out, "html")
     write_whole(out, page_of(load_runs(paths)))
     return out
 
@@ -65,7 +65,7 @@ def write_page(paths: Sequence[Path], out: Path) -> Path:
 def page_of(run_set: RunSet, title: str = "", summary: str | None = None) -> str:
     """Return the page of some runs; `summary` is HTML in place of the usual table of results."""
     charts = all_charts(run_set)
-    sections = sections_of(run_set, charts, title, summary)
+    sections = page_sections(run_set, charts, title, summary)
     return html_page(title or title_of(run_set), sections, page_data(run_set, charts))
 
 
@@ -77,7 +77,7 @@ def page_data(run_set: RunSet, charts: Mapping[str, Chart], **more: Any) -> dict
 def html_page(title: str, sections: Sections, data: Mapping[str, Any]) -> str:
     """Return the page with its sections, style, script and data."""
     return (
-        environment()
+        templates()
         .get_template("page.html")
         .render(
             title=title,
@@ -142,7 +142,7 @@ def page_loader(paths: Sequence[Path]) -> Callable[[], PageState]:
                 run_set = try_load_runs(paths)
                 charts = all_charts(run_set)
                 data = page_data(run_set, charts, live=True, version=version)
-                sections = dict.fromkeys(SECTIONS, "") | sections_of(run_set, charts)
+                sections = dict.fromkeys(SECTIONS, "") | page_sections(run_set, charts)
                 cached[:] = [PageState(version, title_of(run_set), sections, data)]
             return cached[0]
 
@@ -162,7 +162,7 @@ def version_of(paths: Sequence[Path]) -> str:
     return format(hash(tuple(stats)) & (1 << 64) - 1, "x")
 
 
-def serve(paths: Sequence[Path], port: int) -> None:
+def serve_page(paths: Sequence[Path], port: int) -> None:
     """Serve the page until Ctrl-C or SIGTERM."""
     load = page_loader(paths)
     load()  # errors come before the address is printed

@@ -27,7 +27,7 @@ Sections = dict[str, str]
 
 
 @cache
-def environment() -> Environment:
+def templates() -> Environment:
     """Return the templates of a page; whatever they are given is escaped."""
     found = Environment(
         loader=PackageLoader("fedcpsl.report", "assets"),
@@ -43,7 +43,7 @@ def environment() -> Environment:
 
 def render(section: str, **context: Any) -> str:
     """Return a section, or another macro of assets/sections.html, as HTML."""
-    return str(getattr(environment().get_template("sections.html").module, section)(**context))
+    return str(getattr(templates().get_template("sections.html").module, section)(**context))
 
 
 def sort_key(value: Any) -> str:
@@ -52,7 +52,7 @@ def sort_key(value: Any) -> str:
     return f"{float(number):.10g}" if isinstance(number, int | float) else ""
 
 
-def sections_of(run_set: RunSet, drawn: Mapping[str, Chart], title: str = "", summary: str | None = None) -> Sections:
+def page_sections(run_set: RunSet, drawn: Mapping[str, Chart], title: str = "", summary: str | None = None) -> Sections:
     """Return every section by its id, empty if there is nothing to show; `summary` replaces the usual table."""
     if not run_set.groups:
         waiting = "No round is finished yet. This page updates itself while the run goes on."

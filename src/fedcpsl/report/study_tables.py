@@ -36,7 +36,7 @@ MAX_POINTS = 60  # of a curve
 COSTS = {"seconds": "virtual time, s", "joules": "energy, J"}
 
 
-class Cell(NamedTuple):
+class CaseResults(NamedTuple):
     """A case of a study and the results of its runs, one per seed."""
 
     line: Line
@@ -52,11 +52,11 @@ class Matrix(NamedTuple):
     rows: list[list[str]]
 
 
-def matrix_of(
+def study_matrix(
     study: Study,
-    by_place: Mapping[tuple[str, str], Cell],
+    by_place: Mapping[tuple[str, str], CaseResults],
     caption: str,
-    text: Callable[[Cell], str],
+    text: Callable[[CaseResults], str],
     leave_out: str = "",
 ) -> Matrix:
     """Return a table with the text of every cell; the row `leave_out` is not in it."""
@@ -140,24 +140,24 @@ def has_edge(runs: ResultRows) -> bool:
     return any("edge_seconds" in run for run in runs)
 
 
-def edge_tables(study: Study, by_place: Mapping[tuple[str, str], Cell]) -> list[Matrix]:
+def edge_tables(study: Study, by_place: Mapping[tuple[str, str], CaseResults]) -> list[Matrix]:
     """Return tables of virtual time, energy and bytes, of uploads and steps, and of far devices if some were lost."""
     caption = "Virtual time, energy and bytes sent of a run, mean over seeds."
-    tables = [matrix_of(study, by_place, caption, lambda cell: spent(cell.runs))]
+    tables = [study_matrix(study, by_place, caption, lambda cell: spent(cell.runs))]
     caption = "Uploads counted, % of those drawn, and local steps done, % of those planned."
-    tables.append(matrix_of(study, by_place, caption, lambda cell: counted(cell.folders)))
+    tables.append(study_matrix(study, by_place, caption, lambda cell: counted(cell.folders)))
     if any(loses(cell.folders) for cell in by_place.values()):
         tables.append(_far_devices(study, by_place))
     return tables
 
 
-def _far_devices(study: Study, by_place: Mapping[tuple[str, str], Cell]) -> Matrix:
+def _far_devices(study: Study, by_place: Mapping[tuple[str, str], CaseResults]) -> Matrix:
     """Return how far devices fare worse than near ones, beside the first row of the same algorithm."""
     firsts: dict[str, str] = {}
     for row, settings in study.rows.items():
         firsts.setdefault(settings.get("algorithm.name", ""), row)
 
-    def behind(cell: Cell) -> str:
+    def behind(cell: CaseResults) -> str:
         first = by_place[cell.line.panel, firsts[study.rows[cell.line.row].get("algorithm.name", "")]]
         if cell is first or len(cell.folders) != len(first.folders):
             return "-"
@@ -167,7 +167,7 @@ def _far_devices(study: Study, by_place: Mapping[tuple[str, str], Cell]) -> Matr
         "The global model on the half of the devices with the larger path losses, less that on the other half, in "
         "points, less the same of the first row with that algorithm, paired by seed."
     )
-    return matrix_of(study, by_place, caption, behind)
+    return study_matrix(study, by_place, caption, behind)
 
 
 def spent(runs: ResultRows) -> str:
@@ -255,7 +255,7 @@ def curve_by(folders: Sequence[Path], cost: str) -> tuple[list[float], NDArray[n
     return costs.tolist(), np.array(means, float)  # NaN where no device has a test set
 
 
-def cost_curves(study: Study, cells: Sequence[Cell]) -> dict[str, dict[str, dict[str, Any]]]:
+def cost_curves(study: Study, cells: Sequence[CaseResults]) -> dict[str, dict[str, dict[str, Any]]]:
     """Return for every row and cost the curves of its panels."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for row, cost in product(study.rows, COSTS):

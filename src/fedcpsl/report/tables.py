@@ -186,7 +186,7 @@ FIRST_WORDS = {  # of files of a format, by which reports are recognised
 }
 
 
-def check_target(out: Path, form: str) -> None:
+def check_report_target(out: Path, form: str) -> None:
     """Raise InputError if `out` cannot be written, or is an existing file that is not a report."""
     if out.is_dir():
         raise InputError(f"{out}: is a folder; give --out a file, for example {out / 'report.html'}")

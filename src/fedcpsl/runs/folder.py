@@ -44,7 +44,7 @@ def default_folder(config: Config, what: str = "") -> Path:
     return next(name for name in names if not name.exists())
 
 
-def create(folder: Path, config: Config, manifest: dict[str, Any]) -> None:
+def create_run(folder: Path, config: Config, manifest: dict[str, Any]) -> None:
     """Create a run's folder with its config and manifest. An existing folder is never changed."""
     make_parent(folder)
     text = to_toml(config)
@@ -270,7 +270,7 @@ def write_tables(folder: Path, state: "State", evaluation: "Evaluation", class_n
     """Write confusion.csv, then devices.csv, whose existence means that a run is finished."""
     classes = class_names or list(map(str, range(state.setup.terms.method.network.classes)))
     if len(classes) <= MAX_COUNTED:
-        write_whole(folder / CONFUSION_FILE, to_csv(confusion(state, evaluation, classes)))
+        write_whole(folder / CONFUSION_FILE, confusion_csv(confusion(state, evaluation, classes)))
     write_whole(folder / "devices.csv", device_table(state, evaluation))
 
 
@@ -340,7 +340,7 @@ def confusion(state: "State", evaluation: "Evaluation", classes: Sequence[str]) 
     return Confusion(list(classes), {name: count(m) for name, m in models.items() if m is not None and len(y)})
 
 
-def to_csv(confusion: Confusion) -> str:
+def confusion_csv(confusion: Confusion) -> str:
     """Return the content of confusion.csv: a line for every pair of classes that occurred."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")

@@ -181,7 +181,7 @@ def prepare(
     """
     algorithm, work, run = algorithm or settings.Algorithm(), work or settings.Work(), run or settings.Run()
     for section, values in (("algorithm", algorithm), ("work", work), ("run", run)):
-        settings.check(section, values)
+        settings.check_section(section, values)
     algorithm = replace(algorithm, eta=choose_eta(algorithm.eta, "", "epochs"))
     traits = traits_of(algorithm.name)
     device = choose_device(run.device)
@@ -230,7 +230,7 @@ def prepare(
         return setup
     from fedcpsl.simulation.edge import with_edge  # which counts what a device does, with all that this module prepares
 
-    settings.check("edge", edge)
+    settings.check_section("edge", edge)
     return with_edge(setup, edge)
 
 

@@ -61,7 +61,7 @@ def known_labels(y: NDArray[Any]) -> tuple[NDArray[np.bool_], NDArray[Any]]:
     return known, _of_one_type(y[known], "y")
 
 
-def device_names(device: Any, samples: int) -> NDArray[Any]:
+def sample_devices(device: Any, samples: int) -> NDArray[Any]:
     """Return the device of every sample, as text or numbers."""
     given = np.asarray(device)
     if given.shape != (samples,):
@@ -228,7 +228,7 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             raise ValueError(f"only one class has labels, {only!r}; give at least two (-1 means unlabelled)")
         numbers = np.full(len(y), -1, np.int64)
         numbers[known] = codes
-        names = np.zeros(len(x), np.int64) if device is None else device_names(device, len(x))
+        names = np.zeros(len(x), np.int64) if device is None else sample_devices(device, len(x))
         self.devices_, owner = np.unique(names, return_inverse=True)
         with _value_errors():
             config = self._config(len(self.devices_))
@@ -284,7 +284,7 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             "confusion": confusion_matrix(labels, given, labels=self.classes_),
         }
         if device is not None and not isinstance(device, str):
-            names = device_names(device, len(predicted))[known]
+            names = sample_devices(device, len(predicted))[known]
             of_each = {name: right[names == name] for name in np.unique(names)}
             report["devices"] = {n: {"accuracy": float(r.mean()), "samples": len(r)} for n, r in of_each.items()}
         return report
@@ -356,7 +356,7 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             return np.full(samples, 0 if alone else -1, np.int64)
         if device is None:
             raise ValueError(f"{self.learnt_.settings.name} has no global model: give the samples' devices, device=")
-        names = device_names(device, samples)
+        names = sample_devices(device, samples)
         owner = places(names, self.devices_)
         if alone or self.unseen != "global":
             refuse_unseen(names, owner, self.devices_)
