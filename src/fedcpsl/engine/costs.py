@@ -20,7 +20,6 @@ Cost = Callable[[Tensor], Tensor] | LocalCosts | LabelledCosts | PriorCosts  # f
 Result = tuple[Tensor, Tensor]  # costs and their gradient
 Gradient = Callable[[Tensor], Result]  # from log h; the gradient in log h
 Fused = Callable[[Tensor], Result | None]  # from outputs; the gradient in them. None where there is no kernel for it
-Alphas = tuple[Tensor, Tensor]  # alpha_p and alpha_r
 
 
 class Differentiated(NamedTuple):
