@@ -15,7 +15,7 @@ from fedcpsl.runs.split_summary import read_split_summary
 
 LEVEL = 0.975  # of a two-sided interval of 95 %
 Pairs = Sequence[tuple[float, float]]  # two accuracies of each device
-Case = Mapping[str, Any]
+CaseSummary = Mapping[str, Any]
 BETTER, EQUAL, WORSE = "is better than", "is not significantly different from", "is worse than"
 USE_GLOBAL = "use the global model (--device global), or give it more weight with a smaller --beta"
 TRAIN_ALONE = "a federation does not pay for these devices: train each alone"
@@ -172,17 +172,17 @@ def comparison_verdicts(summary: Mapping[str, Any]) -> list[str]:
     return [text for text in found if text]
 
 
-def score_of(case: Case) -> Mapping[str, float]:
+def score_of(case: CaseSummary) -> Mapping[str, float]:
     """Return the accuracy that a case is chosen by: on validation samples if there are any, else on the tests."""
     value: Mapping[str, float] = case["validation"] or case["personal"]
     return value
 
 
-def _is_alone(case: Case) -> bool:
+def _is_alone(case: CaseSummary) -> bool:
     return case["global"] is None  # no server, so no model of its own
 
 
-def _compare_with_others(first: Case, others: Sequence[Case]) -> list[str]:
+def _compare_with_others(first: CaseSummary, others: Sequence[CaseSummary]) -> list[str]:
     """Say which algorithms the first one beats, which beat it, and which are not significantly different."""
     kinds: dict[str, list[str]] = {BETTER: [], EQUAL: [], WORSE: []}
     best = first
@@ -202,7 +202,9 @@ def _compare_with_others(first: Case, others: Sequence[Case]) -> list[str]:
     return [*lines, f"use {best['name']} on data like this"] if best is not first else lines
 
 
-def _compare_with_alone(first: Case, tables: Sequence[list[dict[str, str]]], cases: Sequence[Case]) -> str:
+def _compare_with_alone(
+    first: CaseSummary, tables: Sequence[list[dict[str, str]]], cases: Sequence[CaseSummary]
+) -> str:
     alone = [case for case in cases if _is_alone(case)]
     if not alone:
         return "whether a federation pays is not known: add local to --algorithms, devices that train alone"
@@ -213,7 +215,7 @@ def _compare_with_alone(first: Case, tables: Sequence[list[dict[str, str]]], cas
     )
 
 
-def _best_of_sweep(best: Case, cases: Sequence[Case]) -> str:
+def _best_of_sweep(best: CaseSummary, cases: Sequence[CaseSummary]) -> str:
     key = "validation" if best["validation"] else "personal"
     by = "validation samples" if best["validation"] else "the test sets"
     of = score_of(best)
@@ -229,13 +231,13 @@ def _best_of_sweep(best: Case, cases: Sequence[Case]) -> str:
     return f"{text}; these are not significantly different: {some}"
 
 
-def _is_ahead(best: Case, case: Case, key: str) -> bool:
+def _is_ahead(best: CaseSummary, case: CaseSummary, key: str) -> bool:
     pairs = zip(best["runs"], case["runs"], strict=True)
     leads = [a[key] - b[key] for a, b in pairs if a[key] is not None and b[key] is not None]
     return len(leads) > 1 and fmean(leads) - half_width(leads) > 0
 
 
-def _device_tables(case: Case) -> list[list[dict[str, str]]]:
+def _device_tables(case: CaseSummary) -> list[list[dict[str, str]]]:
     return [read_device_table(Path(run["run"]) / "devices.csv") for run in case["runs"]]
 
 

@@ -163,7 +163,7 @@ def put_rows(kept: Tensor, behind: Map | None, which: Sequence[int], values: Ten
         kept[to_device(list(which), kept.device)] = values.to(kept.device)
 
 
-def rows_of(devices: Tree, index: Tensor) -> Tree:
+def device_rows(devices: Tree, index: Tensor) -> Tree:
     """The states of some devices, where the index is."""
     return map_tensors(lambda t: t[index.to(t.device)].to(index.device), devices)
 

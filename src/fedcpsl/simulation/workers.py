@@ -35,7 +35,7 @@ from fedcpsl.simulation.round_request import RoundRequest, TrainingData
 from fedcpsl.simulation.store import shared_zeros
 from fedcpsl.trees import Tree, leaves, map_tensors, rebuilt
 
-Result = tuple[Tree, Tree]  # what a device keeps, and its upload
+DeviceResult = tuple[Tree, Tree]  # what a device keeps, and its upload
 Plans = Sequence[Sequence[DeviceRound]]  # the devices of every run
 
 
@@ -49,7 +49,7 @@ class ResultNote(NamedTuple):
     numbers: tuple[NDArray[Any], ...]  # costs and fine of `Finished`
 
 
-def shared_memory_for(request: RoundRequest) -> Result:
+def shared_memory_for(request: RoundRequest) -> DeviceResult:
     """Room for as many devices as a round of the run can have; a round overwrites what the one before left.
 
     Its memory counts once it is used.
@@ -59,7 +59,7 @@ def shared_memory_for(request: RoundRequest) -> Result:
     return map_tensors(lambda t: shared_zeros((rows, *t.shape), t.dtype), example_of(request, setup.terms.method)[:2])
 
 
-def write_results(shared: Result, row: int, finished: Finished) -> ResultNote:
+def write_results(shared: DeviceResult, row: int, finished: Finished) -> ResultNote:
     """Write results into shared memory, from a row on."""
     mine, empty = slice(row, row + len(finished.group)), []
     for room, new in zip(leaves(shared), leaves((finished.device, finished.upload)), strict=True):
@@ -70,7 +70,7 @@ def write_results(shared: Result, row: int, finished: Finished) -> ResultNote:
     return ResultNote(finished.run, finished.group, row, empty, tuple(t.numpy() for t in numbers))
 
 
-def read_results(shared_results: Sequence[Result], note: ResultNote) -> Finished:
+def read_results(shared_results: Sequence[DeviceResult], note: ResultNote) -> Finished:
     """The results that a note describes: valid until the next round."""
     shared, mine = shared_results[note.run], slice(note.row, note.row + len(note.group))
 
@@ -128,7 +128,7 @@ def _run_on_ranks(here: LocalRounds, requests: Sequence[RoundRequest], data: Tra
 
 @contextmanager
 def _forked(
-    count: int, requests: Sequence[RoundRequest], data: TrainingData, shared_results: Sequence[Result]
+    count: int, requests: Sequence[RoundRequest], data: TrainingData, shared_results: Sequence[DeviceResult]
 ) -> Iterator[list[Connection]]:
     """Worker processes that know the runs, and the pipes to them."""
     pipes: list[Connection] = []
@@ -156,7 +156,7 @@ def _forked(
 def _run_shared(
     pipes: Sequence[Connection],
     boards: Sequence[RoundRequest],
-    shared_results: Sequence[Result],
+    shared_results: Sequence[DeviceResult],
     requests: Sequence[RoundRequest],
     _: TrainingData,
 ) -> Iterator[Finished]:
@@ -213,7 +213,7 @@ def _work(
     others: list[Connection],
     requests: Sequence[RoundRequest],
     data: TrainingData,
-    shared_results: Sequence[Result],
+    shared_results: Sequence[DeviceResult],
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -232,7 +232,7 @@ def _work(
 
 
 def _answer(
-    pipe: Connection, requests: Sequence[RoundRequest], data: TrainingData, shared_results: Sequence[Result]
+    pipe: Connection, requests: Sequence[RoundRequest], data: TrainingData, shared_results: Sequence[DeviceResult]
 ) -> None:
     plans, rows, broadcast_rows = pipe.recv()
     try:
