@@ -158,12 +158,12 @@ def vendor(folder: Path, python: str) -> None:
 
 def write_images(path: Path) -> None:
     """CIFAR-10's training and test images as the scripts read them."""
-    from fedcpsl.data.cifar import cifar10
+    from fedcpsl.data.cifar import read_cifar10
     from fedcpsl.data.download import cache_folder
     from fedcpsl.data.sources import data_folders
 
     folders = data_folders("")
-    x, y = cifar10(folders)
+    x, y = read_cifar10(folders)
     x_test, y_test = test_batch([*folders, cache_folder()])
     np.savez(path, x=x, y=y, x_test=x_test, y_test=y_test)
 

@@ -16,9 +16,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from fedcpsl.engine.convolution import Geometry, channels_first, patches
 from fedcpsl.engine.dropout import KeyedDropout, with_keyed_dropout
 from fedcpsl.engine.forward_backward import backward, bind, forward
-from fedcpsl.engine.geometry import Geometry, channels_first, patches
 from fedcpsl.engine.layer_kinds import Layer, differentiated_by_hand, walk
 from fedcpsl.engine.precision import Arithmetic
 from fedcpsl.models import cnn

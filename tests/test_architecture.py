@@ -7,7 +7,7 @@ import fedcpsl
 
 ROOT = Path(fedcpsl.__file__).parent
 ORDER = [
-    ["errors", "progress", "torchrun", "trees", "__init__"],
+    ["errors", "torchrun", "trees", "__init__"],
     ["storage"],
     ["settings"],
     ["models", "problem", "schedule"],
@@ -15,7 +15,7 @@ ORDER = [
     ["engine"],
     ["views"],
     ["algorithm"],
-    ["adam", "averaging", "device_round", "held_out"],
+    ["averaging", "device_round", "held_out"],
     ["algorithms"],
     ["edge"],
     ["config", "methods"],

@@ -8,7 +8,7 @@ import tarfile
 import numpy as np
 import pytest
 
-from fedcpsl.data.cifar import BINARY, MEMBERS, PYTHON, TRAINING, cifar10, read_binary_batch, read_python_batch
+from fedcpsl.data.cifar import BINARY, MEMBERS, PYTHON, TRAINING, read_binary_batch, read_cifar10, read_python_batch
 from fedcpsl.errors import InputError
 
 from .loopback import files_in, published, refusal, server
@@ -252,14 +252,14 @@ def check_all(images, labels):
 @pytest.mark.parametrize("suffix", [".bin", ""])
 def test_batches_are_found(cache, tmp_path, inner, suffix):
     write_batches(tmp_path / "data" / inner, suffix)
-    check_all(*cifar10([tmp_path / "elsewhere", tmp_path / "data"]))
+    check_all(*read_cifar10([tmp_path / "elsewhere", tmp_path / "data"]))
     assert not cache.exists()
 
 
 def test_a_batch_is_missing(cache, tmp_path):
     write_batches(tmp_path / "cifar10" / BINARY, ".bin")
     (tmp_path / "cifar10" / BINARY / "data_batch_3.bin").unlink()
-    message = refusal(lambda: cifar10([tmp_path]))
+    message = refusal(lambda: read_cifar10([tmp_path]))
     assert message.startswith(str(tmp_path / "cifar10" / BINARY / "data_batch_3.bin"))
     assert not cache.exists()
 
@@ -279,23 +279,23 @@ def test_cifar10_is_downloaded_once_and_again_when_damaged(cache, tmp_path, monk
     archive = published(content, "cifar-10-binary.tar.gz")
     with server({"/cifar10/cifar-10-binary.tar.gz": content}) as (base, seen):
         monkeypatch.setenv("FEDCPSL_MIRROR", base)
-        check_all(*cifar10([], archive))
-        check_all(*cifar10([tmp_path / "nothing"], archive))
+        check_all(*read_cifar10([], archive))
+        check_all(*read_cifar10([tmp_path / "nothing"], archive))
         assert len(seen) == 1
         assert files_in(cache) == sorted(f"cifar10/{BINARY}/{name}" for name in MEMBERS)
 
         damaged = cache / "cifar10" / BINARY / "data_batch_2.bin"
         damaged.write_bytes(b"half")
-        assert f"{damaged}: its 4 bytes" in refusal(lambda: cifar10([], archive))
+        assert f"{damaged}: its 4 bytes" in refusal(lambda: read_cifar10([], archive))
         damaged.unlink()  # as the message says
-        check_all(*cifar10([], archive))
+        check_all(*read_cifar10([], archive))
         assert len(seen) == 2
 
 
 def test_cifar10_cannot_be_downloaded(cache, tmp_path, monkeypatch):
     with server({"/cifar10/cifar-10-binary.tar.gz": b"something else"}) as (base, _):
         monkeypatch.setenv("FEDCPSL_MIRROR", base)
-        message = refusal(lambda: cifar10([tmp_path]))
+        message = refusal(lambda: read_cifar10([tmp_path]))
     assert f"{base}/cifar10/cifar-10-binary.tar.gz: cannot be downloaded" in message
     assert f"unpack it in {tmp_path / 'cifar10'}" in message
     assert files_in(cache) == []

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import confusion_matrix, f1_score, recall_score
 
 from fedcpsl.errors import InputError
-from fedcpsl.runs.result_tables import Confusion, class_metrics, macro_f1, per_class, read_confusion, to_csv
+from fedcpsl.runs.folder import Confusion, class_metrics, confusion_csv, macro_f1, per_class, read_confusion
 from tests.small_runs import ask, table_run
 
 PAIRS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=60)
@@ -35,7 +35,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path_factory, pairs):
     names = ["a", 'b "quoted", here', "c\nd", "-1", ""]
     counts = confusion_matrix(*zip(*pairs, strict=True), labels=range(5))
     written = Confusion(names, {"personal": counts, "global": counts.T.copy()})
-    (folder / "confusion.csv").write_text(to_csv(written), newline="")
+    (folder / "confusion.csv").write_text(confusion_csv(written), newline="")
     read = read_confusion(folder, names)
     assert read is not None
     assert all(np.array_equal(read.counts[model], written.counts[model]) for model in written.counts)

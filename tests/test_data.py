@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcpsl.config import Data
-from fedcpsl.data.datasets import NAMED, digits
 from fedcpsl.data.federation import Federation
-from fedcpsl.data.sources import load_federation, resolve_auto
+from fedcpsl.data.sources import NAMED, digits, load_federation, resolve_auto
 from fedcpsl.data.split import LABELLED, TEST, UNLABELLED, by_classes
 from fedcpsl.errors import InputError
 from fedcpsl.models import mlp

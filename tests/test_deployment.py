@@ -18,10 +18,20 @@ from fedcpsl.config import Data
 from fedcpsl.deployment.device_process import UNFIT, Conditions, DeviceConfig, Handler, predictor, reason_to_decline
 from fedcpsl.deployment.job import MAX_PARAMETERS, job_terms, max_message_bytes, parameters_of, read_job
 from fedcpsl.deployment.serve import pause_after, run_rounds
-from fedcpsl.deployment.wire import MAX_PREFIX_BYTES, pack, read_prefix, unpack
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation import Message, predict
-from fedcpsl.federation.messages import HELLO, REFUSAL, TRAIN, Attempt, Instruction, instruction_message
+from fedcpsl.federation.messages import (
+    HELLO,
+    MAX_PREFIX_BYTES,
+    REFUSAL,
+    TRAIN,
+    Attempt,
+    Instruction,
+    instruction_message,
+    pack,
+    read_prefix,
+    unpack,
+)
 from fedcpsl.federation.privacy import Protection, stricter_protection
 from fedcpsl.federation.server_store import load_server_state
 from fedcpsl.federation.terms import digest

@@ -14,12 +14,11 @@ from fedcpsl.cli import run_command
 from fedcpsl.config import with_settings
 from fedcpsl.edge.settings import check_edge
 from fedcpsl.report import edge_pictures
-from fedcpsl.report.edge_study import curve_by, far_behind_near, near_and_far
-from fedcpsl.report.live import page_loader
 from fedcpsl.report.loaded_runs import load_run, load_runs
-from fedcpsl.report.page import write_report
+from fedcpsl.report.page import page_loader, write_report
 from fedcpsl.report.sections import edge_section
 from fedcpsl.report.study import cells_of
+from fedcpsl.report.study_tables import curve_by, far_behind_near, near_and_far
 from fedcpsl.runs.edge_files import read_devices, read_rounds
 from fedcpsl.runs.folder import read_metrics
 from fedcpsl.runs.study import edge_studies, find_study, lines_of, on_dataset, plan_of, studies_folder

@@ -14,8 +14,7 @@ import torch
 pytest.importorskip("cryptography", reason="cryptography is not installed: pip install 'fedcpsl[federation]'")
 
 from fedcpsl.deployment.endpoints import DIGEST_HEADER, INSTRUCTION_PATH, REPLY_PATH
-from fedcpsl.deployment.wire import unpack
-from fedcpsl.federation.messages import COMMON_FIELDS, END, HELLO, TRAIN
+from fedcpsl.federation.messages import COMMON_FIELDS, END, HELLO, TRAIN, unpack
 
 from .federation_desk import Desk, furthest
 from .recorder import Recorder

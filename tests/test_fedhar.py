@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedcpsl import config
-from fedcpsl.adam import adam_direction, adam_moments
 from fedcpsl.algorithms import fedhar
-from fedcpsl.data.datasets import har
+from fedcpsl.averaging import adam_direction, adam_moments
 from fedcpsl.data.federation import Federation
 from fedcpsl.data.ondemand import from_function
-from fedcpsl.data.sources import load_federation
+from fedcpsl.data.sources import har, load_federation
 from fedcpsl.errors import InputError
 from fedcpsl.evaluation import evaluate
 from fedcpsl.federation import serve

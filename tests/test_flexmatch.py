@@ -15,7 +15,7 @@ from fedcpsl.federation.device import LoopbackTransport, load_device_state
 from fedcpsl.federation.terms import terms_from
 from fedcpsl.runs.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from fedcpsl.simulation import prepare, simulate, simulate_together
-from fedcpsl.simulation.store import rows_of
+from fedcpsl.simulation.store import device_rows
 
 from .conftest import small_federation, small_model
 from .faulty import failing_disk, participants
@@ -160,6 +160,6 @@ def test_a_lost_upload_leaves_the_marks():
 
 def test_rows_are_taken_with_the_rest():
     state = final(run_with())
-    some = rows_of(state.devices, torch.tensor([2, 0]))
+    some = device_rows(state.devices, torch.tensor([2, 0]))
     assert torch.equal(some.selected, state.devices.selected[[2, 0]])
     assert np.issubdtype(state.devices.selected.numpy().dtype, np.int16)

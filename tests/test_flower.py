@@ -10,10 +10,9 @@ pytest.importorskip("flwr", reason="flwr is not installed: pip install 'fedcpsl[
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, RecordDict
 from flwr.app import Message as FlowerMessage
 
-from fedcpsl.deployment.wire import pack, unpack
 from fedcpsl.errors import RunError
 from fedcpsl.federation import Lost, Message, respond, serve, terms_of
-from fedcpsl.federation.messages import TRAIN
+from fedcpsl.federation.messages import TRAIN, pack, unpack
 from fedcpsl.flower import client
 from fedcpsl.flower.client import ARRAY, KIND, RECORD, from_record, to_record
 from fedcpsl.flower.server import GridTransport

@@ -17,8 +17,7 @@ from fedcpsl.deployment import http_server, keys
 from fedcpsl.deployment.endpoints import DIGEST_HEADER, HEALTH_PATH, INSTRUCTION_PATH, REPLY_PATH, free_port
 from fedcpsl.deployment.http_server import GRACE_S, MAX_PLAIN_REPLY_BYTES, HttpContext, Mailbox, listening
 from fedcpsl.deployment.signing import KeyRing, SignedContent, sign_request
-from fedcpsl.deployment.wire import pack, unpack
-from fedcpsl.federation.messages import HELLO, PROBE, TRAIN, Lost, Message
+from fedcpsl.federation.messages import HELLO, PROBE, TRAIN, Lost, Message, pack, unpack
 
 UPDATE = 4000  # bytes
 

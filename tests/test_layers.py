@@ -8,11 +8,10 @@ from torch import nn
 from torch.func import functional_call
 
 from fedcpsl.engine import Network
-from fedcpsl.engine.convolution import by_library, by_matmul
+from fedcpsl.engine.convolution import by_library, by_matmul, geometry_of
 from fedcpsl.engine.costs import Differentiated
 from fedcpsl.engine.dropout import KeyedDropout, with_keyed_dropout
 from fedcpsl.engine.forward_backward import backward, bind, forward
-from fedcpsl.engine.geometry import geometry_of
 from fedcpsl.engine.layer_kinds import differentiated_by_hand, walk
 from fedcpsl.engine.leafwise import has_triton
 from fedcpsl.engine.precision import Arithmetic

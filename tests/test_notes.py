@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from fedcpsl.config import Data
 from fedcpsl.data import notes
-from fedcpsl.data.csv_files import dialect_of, kind_of
 from fedcpsl.data.federation import natural_order
+from fedcpsl.data.readers import dialect_of, kind_of
 from fedcpsl.data.sources import load_federation, load_source
 from fedcpsl.data.tables import Columns, read_rows
 from fedcpsl.errors import InputError

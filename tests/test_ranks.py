@@ -192,18 +192,18 @@ def test_ranks_are_processes_already(monkeypatch):
 
 
 def test_each_rank_takes_a_gpu_of_its_own(monkeypatch):
-    from fedcpsl.simulation import hardware
+    from fedcpsl.simulation import setup
 
     taken = []
-    monkeypatch.setattr(hardware, "world", lambda: (3, 4))
+    monkeypatch.setattr(setup, "world", lambda: (3, 4))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert hardware.choose_device("auto") == torch.device("cuda:1")
+    assert setup.choose_device("auto") == torch.device("cuda:1")
     assert taken == [torch.device("cuda:1")]
     with pytest.raises(InputError, match="give cuda"):
-        hardware.choose_device("cuda:0")
+        setup.choose_device("cuda:0")
 
 
 def test_how_to_go_on_is_said_as_it_was_started(monkeypatch):

@@ -16,13 +16,23 @@ from fedcpsl.cli import run_command
 from fedcpsl.config import Config, with_settings
 from fedcpsl.data.sources import load_federation
 from fedcpsl.report.charts import MAX_POINTS, accuracy_charts, ticks
-from fedcpsl.report.headline import sentence, state_of
 from fedcpsl.report.loaded_runs import RunSet, SeedGroup, alone_for, load_run, load_runs, try_load_runs
 from fedcpsl.report.page import page_of
 from fedcpsl.report.sections import cards_section, maps_of_split, render
-from fedcpsl.report.summary_tables import best_and_worst
-from fedcpsl.report.tables import Column, Table, plain, points, seconds, size, to_csv, to_latex, to_markdown
+from fedcpsl.report.tables import (
+    Column,
+    Table,
+    best_and_worst,
+    plain,
+    points,
+    seconds,
+    size,
+    to_csv,
+    to_latex,
+    to_markdown,
+)
 from fedcpsl.report.terminal import progress, sparkline
+from fedcpsl.report.verdict import sentence, state_of
 from fedcpsl.runs import split_summary
 
 from .browser import CHROMIUM, MISSING, Browser

@@ -11,11 +11,10 @@ import pytest
 pytest.importorskip("cryptography", reason="cryptography is not installed: pip install 'fedcpsl[federation]'")
 
 from fedcpsl.deployment import keys, signing
-from fedcpsl.deployment.endpoints import OPERATOR, free_port, split_address
+from fedcpsl.deployment.endpoints import LATE, OPERATOR, fetch_status, free_port, public_status, split_address
 from fedcpsl.deployment.endpoints import STATUS_PATH as PATH
 from fedcpsl.deployment.http_server import HttpContext, Mailbox, listening
 from fedcpsl.deployment.signing import KeyRing, SignedContent, verify_request
-from fedcpsl.deployment.status import LATE, fetch_status, public_status
 from fedcpsl.errors import InputError, RunError
 
 from .command import fedcpsl

@@ -12,7 +12,7 @@ import urllib.request
 import pytest
 
 from fedcpsl.cli import run_command
-from fedcpsl.report.live import page_loader, version_of
+from fedcpsl.report.page import page_loader, version_of
 
 from .browser import CHROMIUM, MISSING, Browser
 from .command import PATIENCE_S, QUICK, spawn

@@ -1,4 +1,4 @@
-"""What many algorithms share: one model at the server, updates that are averaged, and the loss on labelled samples."""
+"""What many algorithms share: one model at the server, averaged updates, the loss on labelled samples, and Adam."""
 
 from collections.abc import Hashable
 from dataclasses import replace
@@ -10,6 +10,9 @@ from torch import Tensor
 from fedcpsl.algorithm import Method, Roster, Traits
 from fedcpsl.engine import Leaves, differences, subtract_scaled
 from fedcpsl.problem import LabelledCosts, Samples
+
+ADAM_EPS = 1e-8
+Betas = tuple[float, float]
 
 
 class Server(NamedTuple):
@@ -173,3 +176,13 @@ def descend_labelled_towards(
 def descend(models: Leaves, eta: Tensor, gradient: Leaves) -> None:
     """w <- w - eta gradient, in place; eta is [..., models]."""
     subtract_scaled(models, eta, gradient)
+
+
+def adam_moments(m: Tensor, v: Tensor, g: Tensor, betas: Betas) -> tuple[Tensor, Tensor]:
+    """m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2."""
+    return betas[0] * m + (1 - betas[0]) * g, betas[1] * v + (1 - betas[1]) * g.square()
+
+
+def adam_direction(m: Tensor, v: Tensor, updates: Tensor, betas: Betas) -> Tensor:
+    """m / (1 - b1^k) / (sqrt(v / (1 - b2^k)) + 1e-8), k being the number of updates with this one."""
+    return m / (1 - betas[0] ** updates) / ((v / (1 - betas[1] ** updates)).sqrt() + ADAM_EPS)

@@ -70,7 +70,7 @@ def _section_type(section: str) -> type[Any]:
     return type(getattr(Config(), section))
 
 
-def check(section: str, values: Any) -> None:
+def check_section(section: str, values: Any) -> None:
     """Refuse the first setting of a section that is out of range."""
     for declared in fields(values):
         value = getattr(values, declared.name)
@@ -97,7 +97,7 @@ def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
             raise InputError(f"{name}: {part.name} has no such setting; {_owner_or_nearest(key, own)}")
         config = replace(config, **{section: replace(part, **{key: value})})
     for declared in fields(config):
-        check(declared.name, getattr(config, declared.name))
+        check_section(declared.name, getattr(config, declared.name))
     if config.edge.on:
         check_edge(config.edge)
     return config

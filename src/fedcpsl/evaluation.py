@@ -14,8 +14,7 @@ from fedcpsl.algorithm import Method, optional, predicting
 from fedcpsl.edge.state import metrics_of
 from fedcpsl.simulation import State
 from fedcpsl.simulation.device_data import Held
-from fedcpsl.simulation.hardware import to_device
-from fedcpsl.simulation.store import rows_of
+from fedcpsl.simulation.store import device_rows, to_device
 from fedcpsl.trees import Tree, map_tensors
 
 ROWS_AT_ONCE = 16384
@@ -232,7 +231,7 @@ def own_models(state: State, devices: Sequence[int], general: Tensor | None, met
 def _kept(state: State, devices: Sequence[int], index: Tensor) -> Tree:
     """What some devices keep, [devices, ...]."""
     if state.sparse is None:
-        return rows_of(state.devices, index)
+        return device_rows(state.devices, index)
     return map_tensors(lambda *each: torch.stack(each), *(state.device(device) for device in devices))
 
 

@@ -15,7 +15,7 @@ from fedcpsl.schedule import Sizes
 from fedcpsl.settings import Work
 from fedcpsl.trees import Tree
 
-Table = NDArray[np.float64]  # [numbers, devices]
+NumberTable = NDArray[np.float64]  # [numbers, devices]
 
 
 class Resolved(NamedTuple):
@@ -63,7 +63,7 @@ def check_recordings(method: Method, recordings: object | None) -> None:
         )
 
 
-def numbers_of(algorithm: Algorithm, method: Method, settings: Any, sizes: Sizes) -> tuple[Table, Table]:
+def numbers_of(algorithm: Algorithm, method: Method, settings: Any, sizes: Sizes) -> tuple[NumberTable, NumberTable]:
     """The fields of `Hyper` for all devices: as they are, and while a device warms up."""
     both = [algorithm.numbers(method, settings, sizes, warming=warming) for warming in (False, True)]
     one, other = (

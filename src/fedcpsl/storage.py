@@ -255,7 +255,7 @@ def save_tensors(
     write_whole(path, _with_release(content(), release), private=private)
 
 
-def numbers_of(path: Path) -> dict[str, Any]:
+def read_numbers(path: Path) -> dict[str, Any]:
     """Return the numbers in a file that `save_tensors` wrote, without reading its tensors."""
     from safetensors import SafetensorError, safe_open
 

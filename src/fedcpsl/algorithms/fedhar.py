@@ -14,9 +14,17 @@ import torch
 from torch import Tensor
 
 from fedcpsl import averaging
-from fedcpsl.adam import adam_direction, adam_moments
 from fedcpsl.algorithm import Method, Traits
-from fedcpsl.averaging import Broadcast, add_labelled_gradient, descend, model_of, per_slot, stacked
+from fedcpsl.averaging import (
+    Broadcast,
+    adam_direction,
+    adam_moments,
+    add_labelled_gradient,
+    descend,
+    model_of,
+    per_slot,
+    stacked,
+)
 from fedcpsl.engine import Leaves
 from fedcpsl.errors import InputError
 from fedcpsl.problem import Samples

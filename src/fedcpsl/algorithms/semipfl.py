@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedcpsl import averaging
-from fedcpsl.adam import adam_direction, adam_moments
 from fedcpsl.algorithm import Method, Roster, Traits
-from fedcpsl.averaging import descend, per_slot
+from fedcpsl.averaging import adam_direction, adam_moments, descend, per_slot
 from fedcpsl.engine import Leaves, Network
 from fedcpsl.errors import InputError
 from fedcpsl.problem import Samples, cross_entropy

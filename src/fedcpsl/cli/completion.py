@@ -98,7 +98,7 @@ def _named(dest: str) -> Value | None:
     """Return the completions of what has the same name in all commands; None for other names."""
     own: dict[str, Callable[[], Value]] = {
         "data.dataset": lambda: Value(
-            (*literals("data/datasets.py", "NAMED"), *literals("data/sources.py", "DATASETS"))
+            (*literals("data/sources.py", "NAMED"), *literals("data/sources.py", "DATASETS"))
         ),
         "data.file": lambda: Value(files=True, folders=True),
         "data.dir": lambda: Value(folders=True),

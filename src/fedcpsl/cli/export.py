@@ -30,16 +30,16 @@ def add_export(commands: Any) -> None:
 
 def _export(parsed: argparse.Namespace) -> int:
     kind = _kind(parsed.format, parsed.out)
-    from fedcpsl.export.model_files import check_target, export
+    from fedcpsl.export.model_files import check_model_target, export
     from fedcpsl.export.saved_run import load_saved_run, model_of_device
 
     if parsed.out:
-        check_target(parsed.out)
+        check_model_target(parsed.out)
     model = model_of_device(load_saved_run(parsed.run), parsed.device)
     number = model.manifest.number
     name = model.manifest.device if number is None else f"device-{number}"
     path = parsed.out or parsed.run / f"{name}{SUFFIXES[kind]}"
-    check_target(path)
+    check_model_target(path)
     gap = export(model, kind, path)
     print(f"model    {path}\nchecked  its probabilities are within {gap:.1e} of the run's")
     return 0
@@ -93,7 +93,7 @@ def add_predict(commands: Any) -> None:
 
 
 def _predict(parsed: argparse.Namespace) -> int:
-    from fedcpsl.export.samples import accuracy
+    from fedcpsl.export.model_manifest import accuracy
     from fedcpsl.storage import write_whole
 
     as_json = _wants_json(parsed.out, requested=parsed.json)
@@ -117,7 +117,7 @@ def _predict(parsed: argparse.Namespace) -> int:
 
 def _predictions(parsed: argparse.Namespace) -> tuple[Any, Any, Any, Sequence[str | None]]:
     """Return the model's manifest, the samples, their probabilities, and per sample the model if there are several."""
-    from fedcpsl.export.samples import read_samples
+    from fedcpsl.export.model_manifest import read_samples
 
     run = None if parsed.device else _run_of_many(parsed.model)
     if run is None:

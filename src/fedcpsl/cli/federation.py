@@ -180,8 +180,8 @@ def keys_or_insecure(keys: Path | None, *, insecure: bool) -> Path | None:
 
 def _serve(parsed: argparse.Namespace) -> int:
     keys = keys_or_insecure(parsed.keys, insecure=parsed.insecure)
+    from fedcpsl.deployment.endpoints import read_status
     from fedcpsl.deployment.serve import ServerConfig, serve_job
-    from fedcpsl.deployment.status import read_status
     from fedcpsl.report.terminal import print_status
 
     logging.basicConfig(level=logging.ERROR, format="fedcpsl: %(message)s")
@@ -227,8 +227,7 @@ def _print_status_line(say: Callable[[str], None], status: Mapping[str, Any]) ->
 
 
 def _request_status(server: str, keys: Path | None, name: str) -> dict[str, Any]:
-    from fedcpsl.deployment.endpoints import DEVICE, OPERATOR
-    from fedcpsl.deployment.status import fetch_status
+    from fedcpsl.deployment.endpoints import DEVICE, OPERATOR, fetch_status
 
     if keys is None:
         return fetch_status(server, None, None, "")
@@ -254,7 +253,7 @@ def _status(parsed: argparse.Namespace) -> int:
     if folder.is_dir() or not re.fullmatch(r"[^/]+:[0-9]+", parsed.server):
         if parsed.keys or parsed.name or parsed.insecure:
             raise InputError("--keys, --name, --insecure: leave them out for a folder; a server is given as HOST:PORT")
-        from fedcpsl.deployment.status import read_status
+        from fedcpsl.deployment.endpoints import read_status
 
         status = read_status(folder)
     else:

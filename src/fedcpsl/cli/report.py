@@ -90,13 +90,13 @@ def add_report(commands: Any) -> None:
 
 def _report(parsed: argparse.Namespace) -> int:
     from fedcpsl.report.loaded_runs import load_runs
-    from fedcpsl.report.tables import check_target
+    from fedcpsl.report.tables import check_report_target
 
     if parsed.table and parsed.format == "html":
         raise InputError("--table: a page has all of them; give it with --format md, latex or csv")
     target = parsed.out or (Path("report.html") if len(parsed.runs) > 1 and parsed.format == "html" else None)
     if target:
-        check_target(target, parsed.format)
+        check_report_target(target, parsed.format)
     if parsed.alone or parsed.format != "html" or not _is_ended_comparison(parsed.runs, parsed.out):
         load_runs(parsed.runs)
     if parsed.alone and not _train_alone(parsed.runs):
@@ -140,33 +140,29 @@ def _write(runs: Sequence[Path], out: Path | None) -> Path:
 
 
 def _tables(runs: Sequence[Path], form: str, name: str | None) -> str:
-    from fedcpsl.report import summary_tables
+    from fedcpsl.report import tables
     from fedcpsl.report.loaded_runs import alone_for, load_runs
-    from fedcpsl.report.tables import WRITERS, Table
 
     run_set = load_runs(runs)
     wanted = [name] if name else ["summary"] if form == "csv" else ["summary", "reach", "devices"]
-    makers = {"summary": summary_tables.summary, "reach": summary_tables.reach, "rounds": summary_tables.rounds}
-    makers["edge"] = summary_tables.edge
-    tables: list[Table] = []
+    makers = {"summary": tables.summary, "reach": tables.reach, "rounds": tables.rounds, "edge": tables.edge}
+    made: list[tables.Table] = []
     for kind in wanted:
         if kind == "devices":
             finished = [(group, run) for group in run_set.groups for run in group.runs if run.devices]
             if not finished and name:
                 raise InputError(f"{runs[0]}: --table devices: no run is finished, so there is no table of devices")
-            found = [
-                summary_tables.devices(run, alone_for(run, run_set.references), group.name) for group, run in finished
-            ]
-            tables += found if form == "csv" else [summary_tables.shortened(table) for table in found]
+            found = [tables.devices(run, alone_for(run, run_set.references), group.name) for group, run in finished]
+            made += found if form == "csv" else [tables.shortened(table) for table in found]
         elif kind == "classes":
-            tables += summary_tables.classes(run_set)
-            if not tables:
+            made += tables.classes(run_set)
+            if not made:
                 raise InputError(f"{runs[0]}: --table classes: no run is finished, so there is no table of classes")
         else:
-            tables.append(makers[kind](run_set))
-    if form == "csv" and len(tables) > 1:
+            made.append(makers[kind](run_set))
+    if form == "csv" and len(made) > 1:
         raise InputError("--format csv: give one run, so that it is one table")
-    return "\n".join(WRITERS[form](table) for table in tables)
+    return "\n".join(tables.WRITERS[form](table) for table in made)
 
 
 def _train_alone(runs: Sequence[Path]) -> bool:
@@ -206,7 +202,7 @@ def add_watch(commands: Any) -> None:
 def _watch(parsed: argparse.Namespace) -> int:
     if not 0 <= parsed.port <= 65535:
         raise InputError(f"--port {parsed.port}: give a number from 0 to 65535")
-    from fedcpsl.report.live import serve
+    from fedcpsl.report.page import serve_page
 
-    serve(parsed.runs, parsed.port)
+    serve_page(parsed.runs, parsed.port)
     return 0

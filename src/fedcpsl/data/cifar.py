@@ -61,7 +61,7 @@ class _Call:
     state: Any = None
 
 
-def cifar10(folders: Sequence[Path], archive: Published = PUBLISHED["cifar10"]["archive"]) -> Batch:
+def read_cifar10(folders: Sequence[Path], archive: Published = PUBLISHED["cifar10"]["archive"]) -> Batch:
     """Return the 50,000 training images and their classes: from your folders, else the cache, else downloaded."""
     paths = find_batches(folders)
     if not paths:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedcpsl import __version__
+from fedcpsl.data.notes import bytes_bar
 from fedcpsl.errors import InputError
-from fedcpsl.progress import bytes_bar
 
 TIMEOUT = 30.0  # seconds without a reply of the server
 CHUNK = 1 << 18

@@ -1,10 +1,15 @@
-"""Warnings about the users' data, on the log `fedcpsl`, which the command line shows; each is logged once."""
+"""What users are shown while data is read: warnings about it, each once, on the log `fedcpsl`, and progress bars.
+
+Bars are on stderr, vanish when the work is done, and stay silent where stderr is no terminal.
+"""
 
 import logging
 import re
+import sys
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +25,8 @@ _TEST = re.compile(r"(is_?)?(test|train|valid|validation|split|fold|subset)(_set
 _ID = re.compile(r"(.*[_ ])?(id|uuid|guid|index|idx|row|row_?n(umber|o)?|key)|unnamed: \d+", re.I)
 _TIME = re.compile(r"(.*[_ ])?(time|timestamp|date|datetime|epoch|ts)", re.I)
 _logged: set[str] = set()
+WIDE = 80  # columns from which on a bar has room for everything beside it
+T = TypeVar("T")
 
 
 def note(text: str) -> None:
@@ -103,3 +110,39 @@ def note_inputs(where: str, x: NDArray[Any], features: Sequence[str] = ()) -> No
 def _some(names: Sequence[str]) -> str:
     shown = ", ".join(repr(name) for name in names[:MAX_NAMED])
     return shown + f" and {len(names) - MAX_NAMED} more" * (len(names) > MAX_NAMED)
+
+
+def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
+    """The items one by one, with a bar. `total` is their number where they cannot say it themselves."""
+    if not _watched():
+        yield from items
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    said, count, left = TextColumn("{task.description}", markup=False), MofNCompleteColumn(), TimeRemainingColumn()
+    columns = (said, BarColumn(), count, left) if console.width >= WIDE else (count, left)
+    with Progress(*columns, console=console, transient=True) as bar:
+        yield from bar.track(items, total=total, description=description)
+
+
+@contextmanager
+def bytes_bar(description: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar for a download, and a function to call with the number of bytes that have arrived since."""
+    if not _watched():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    said, arrived, left = TextColumn("{task.description}", markup=False), DownloadColumn(), TimeRemainingColumn()
+    columns = (said, BarColumn(16), arrived, TransferSpeedColumn(), left) if console.width >= WIDE else (arrived, left)
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def _watched() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcpsl.data.csv_files import batches_of, check_text_column, header_of, is_number, kind_of, not_a_number
 from fedcpsl.data.federation import Source, natural_order
-from fedcpsl.data.notes import is_missing, note, note_classes, note_columns, note_inputs
+from fedcpsl.data.notes import is_missing, note, note_classes, note_columns, note_inputs, track
+from fedcpsl.data.readers import batches_of, check_text_column, header_of, is_number, kind_of, not_a_number
 from fedcpsl.errors import InputError, did_you_mean
-from fedcpsl.progress import track
 
 TABLE_FILES = (".csv", ".tsv", ".parquet")
 TRUTH_VALUES = {"true": 1.0, "yes": 1.0, "t": 1.0, "y": 1.0, "false": 0.0, "no": 0.0, "f": 0.0, "n": 0.0}
@@ -89,7 +88,7 @@ def read_rows(path: Path, features: Sequence[str], columns: Columns) -> Rows:
         return _read(path, present, read, TableOptions())
 
 
-class Table(NamedTuple):
+class TableRows(NamedTuple):
     """A table's rows: features as numbers, the other columns as codes of texts."""
 
     x: NDArray[np.float32]
@@ -97,7 +96,7 @@ class Table(NamedTuple):
     texts: dict[str, list[Any]]
 
 
-def _cells(table: Table, column: str) -> list[str]:
+def _cells(table: TableRows, column: str) -> list[str]:
     """Return a column's texts, empty if a cell has none."""
     codes, texts = merge_codes(table.texts[column])
     return [texts[code] if code >= 0 else "" for code in codes.tolist()]
@@ -109,7 +108,7 @@ def _without_categories(features: Sequence[str], names: Sequence[str]) -> list[s
     return [name if name in known or "=" not in name else name.partition("=")[0] for name in features]
 
 
-def _as_trained(table: Table, features: Sequence[str]) -> NDArray[np.float32]:
+def _as_trained(table: TableRows, features: Sequence[str]) -> NDArray[np.float32]:
     """Return the features of training, in their order; InputError for a text that training did not have."""
     trained, made = set(features), dict(zip(table.features, range(len(table.features)), strict=True))
     for name in table.features:
@@ -333,7 +332,7 @@ def build_table(
     batches: Iterable[Any],
     columns: Sequence[str],
     drop: Sequence[str] = (),
-) -> Table:
+) -> TableRows:
     left_out = {name for name in columns if name} | set(drop)
     features = [name for name in names if name not in left_out]
     numbers = [name for name in features if name not in text_columns]
@@ -347,7 +346,7 @@ def build_table(
         x.append(_features(batch, numbers, rows))
         for kept in (texts, categories):
             for name, parts in kept.items():
-                parts.append(encode(batch.column(name)))
+                parts.append(encode_texts(batch.column(name)))
         rows += batch.num_rows
     if rows == 0:
         raise InputError("the table is empty: it has no rows")
@@ -357,7 +356,7 @@ def build_table(
         joined, named = np.concatenate([joined, block], 1), (*named, *made)
         how = "a number, 0 or 1" if made == (name,) else f"{len(made)} column{'s' * (len(made) > 1)} of 0 and 1"
         note(f"column {name!r} holds text: read as {how}")
-    return Table(joined, named, texts)
+    return TableRows(joined, named, texts)
 
 
 def _features(batch: Any, features: list[str], before: int) -> NDArray[np.float32]:
@@ -391,7 +390,7 @@ def _concatenate(parts: list[NDArray[np.float32]]) -> NDArray[np.float32]:
     return joined
 
 
-def encode(column: Any) -> tuple[NDArray[np.int64], list[str]]:
+def encode_texts(column: Any) -> tuple[NDArray[np.int64], list[str]]:
     """Return a column as codes of its distinct texts (-1 if empty), and these texts."""
     import pyarrow as pa
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fedcpsl.deployment.endpoints import free_port
-from fedcpsl.deployment.status import read_status
+from fedcpsl.deployment.endpoints import free_port, read_status
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.settings import DEFAULT_ALGORITHM
 from fedcpsl.storage import make_folder, write_whole

@@ -36,11 +36,20 @@ from fedcpsl.deployment.endpoints import (
     tls_problem,
 )
 from fedcpsl.deployment.job import Job, fit_to_job, job_terms, max_message_bytes, read_job
-from fedcpsl.deployment.wire import MessagePrefix, Packet, pack, read_message, read_prefix, unpack
 from fedcpsl.errors import InputError, RunError, printable
 from fedcpsl.federation.device import Participant, refusal, respond
 from fedcpsl.federation.local_training import Clock, empty_local_data, local_data_from
-from fedcpsl.federation.messages import PROBE, TRAIN, Message
+from fedcpsl.federation.messages import (
+    PROBE,
+    TRAIN,
+    Message,
+    MessagePrefix,
+    Packet,
+    pack,
+    read_message,
+    read_prefix,
+    unpack,
+)
 from fedcpsl.federation.privacy import Protection, stricter_protection
 from fedcpsl.simulation.device_data import normalise
 from fedcpsl.storage import make_folder, write_whole

@@ -30,12 +30,12 @@ from fedcpsl.deployment.endpoints import (
     STATUS_PATH,
     Notify,
     format_address,
+    public_status,
+    read_status,
 )
 from fedcpsl.deployment.signing import KeyRing
-from fedcpsl.deployment.status import public_status, read_status
-from fedcpsl.deployment.wire import pack, unpack
 from fedcpsl.errors import InputError, RunError, printable
-from fedcpsl.federation.messages import PROBE, PROTOCOL, TRAIN, Lost, Message
+from fedcpsl.federation.messages import PROBE, PROTOCOL, TRAIN, Lost, Message, pack, unpack
 
 PRESENT_S = 60.0  # a device counts as connected for this long after its last HTTP request
 GRACE_S = 20.0  # after the start, before devices that have not connected count as absent
@@ -383,12 +383,36 @@ def listening(context: HttpContext, keys: Path | None, host: str, port: int) -> 
     try:
         import uvicorn
 
-        protocol = _protocol_with_timeout()
+        config = _uvicorn_config(context, keys)
     except ImportError as error:
         raise InputError(f"{error.name}: is not installed; run: pip install 'fedcpsl[federation]'") from error
+    try:
+        sock = socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=512
+        )
+    except (OSError, OverflowError) as error:
+        raise InputError(f"{format_address(host, port)}: cannot listen there: {error}; give another --port") from error
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
+    thread.start()
+    try:
+        end = time.monotonic() + 30
+        while not server.started and thread.is_alive() and time.monotonic() < end:
+            time.sleep(0.02)
+        yield Listener(thread, config.ssl)
+    finally:
+        server.should_exit = True
+        thread.join(5)
+        sock.close()
+
+
+def _uvicorn_config(context: HttpContext, keys: Path | None) -> Any:
+    """Return uvicorn's configuration, loaded; InputError where the certificate cannot be used."""
+    import uvicorn
+
     config = uvicorn.Config(
         asgi_app(context),
-        http=protocol,
+        http=_protocol_with_timeout(),
         log_config=None,
         log_level="critical",
         access_log=False,
@@ -408,24 +432,7 @@ def listening(context: HttpContext, keys: Path | None, host: str, port: int) -> 
         config.load()
     except OSError as error:  # ssl.SSLError is one
         raise InputError(f"{keys}: server.crt and server.key cannot be used: {error}") from error
-    try:
-        sock = socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=512
-        )
-    except (OSError, OverflowError) as error:
-        raise InputError(f"{format_address(host, port)}: cannot listen there: {error}; give another --port") from error
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
-    thread.start()
-    try:
-        end = time.monotonic() + 30
-        while not server.started and thread.is_alive() and time.monotonic() < end:
-            time.sleep(0.02)
-        yield Listener(thread, config.ssl)
-    finally:
-        server.should_exit = True
-        thread.join(5)
-        sock.close()
+    return config
 
 
 def _protocol_with_timeout() -> type[Any]:

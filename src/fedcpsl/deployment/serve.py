@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fedcpsl.deployment.endpoints import LOOPBACK, Notify, format_address
+from fedcpsl.deployment.endpoints import LOOPBACK, Notify, format_address, read_status
 from fedcpsl.deployment.job import Job, explicit_job, job_terms, max_message_bytes, read_job
-from fedcpsl.deployment.status import read_status
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation.messages import Transport
 from fedcpsl.federation.privacy import check_delta, epsilon

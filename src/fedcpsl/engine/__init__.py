@@ -12,10 +12,8 @@ goes through `vmap`. Every layer hands its gradient back before it adds to its t
 parameters themselves.
 """
 
-from fedcpsl.engine.flops import counting, forward_flops
-from fedcpsl.engine.leafwise import Leaves, differences, scale_and_add, subtract_scaled
-from fedcpsl.engine.memo import cache_last_call
-from fedcpsl.engine.network import Network
+from fedcpsl.engine.leafwise import Leaves, cache_last_call, differences, scale_and_add, subtract_scaled
+from fedcpsl.engine.network import Network, counting, forward_flops
 
 __all__ = [
     "Leaves",

@@ -13,15 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedcpsl.engine.leafwise import has_triton
-from fedcpsl.engine.memo import cache_last_call
+from fedcpsl.engine.leafwise import cache_last_call, has_triton
 from fedcpsl.problem import LabelledCosts, LocalCosts, PriorCosts, Weights, row_weights, with_prior
 
 Cost = Callable[[Tensor], Tensor] | LocalCosts | LabelledCosts | PriorCosts  # from log h to costs
 Result = tuple[Tensor, Tensor]  # costs and their gradient
 Gradient = Callable[[Tensor], Result]  # from log h; the gradient in log h
 Fused = Callable[[Tensor], Result | None]  # from outputs; the gradient in them. None where there is no kernel for it
-Alphas = tuple[Tensor, Tensor]  # alpha_p and alpha_r
 
 
 class Differentiated(NamedTuple):

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from fedcpsl.engine.dropout import KeyedDropout, kept_by
-from fedcpsl.engine.geometry import Pair, as_grid, rectify_gradient
 from fedcpsl.engine.layer_kinds import Layer, Pull
 from fedcpsl.engine.precision import Arithmetic, own_kernels
+
+Pair = tuple[int, int]  # of rows and columns
 
 
 def flatten(x: Tensor) -> tuple[Tensor, Pull]:
@@ -19,6 +20,11 @@ def flatten(x: Tensor) -> tuple[Tensor, Pull]:
 def relu(x: Tensor) -> tuple[Tensor, Pull]:
     y = torch.relu(x)
     return y, lambda gradient, _: rectify_gradient(gradient, y)
+
+
+def rectify_gradient(gradient: Tensor, y: Tensor) -> Tensor:
+    """A gradient taken back through the ReLU that gave y."""
+    return torch.ops.aten.threshold_backward(gradient.to(y.dtype), y, 0)
 
 
 def dropout(module: KeyedDropout, x: Tensor, keys: Tensor | None, arithmetic: Arithmetic) -> tuple[Tensor, Pull]:
@@ -33,6 +39,11 @@ def dropout(module: KeyedDropout, x: Tensor, keys: Tensor | None, arithmetic: Ar
         return x * 0, lambda gradient, _: gradient * 0
     kept = kept_by(module, keys.flatten(), x.flatten(0, 2)).unflatten(0, x.shape[:3])
     return x * kept, lambda gradient, _: gradient * kept
+
+
+def as_grid(x: Tensor, trailing: int) -> Tensor:
+    """[..., channels, time] or [..., channels, rows, columns] as the latter."""
+    return x.unsqueeze(-2) if trailing == 1 else x
 
 
 def pooling(layer: Layer, x: Tensor, arithmetic: Arithmetic) -> tuple[Tensor, Pull]:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from fedcpsl.engine import kernels, pooled_kernels
+from fedcpsl.engine.convolution import Geometry, channels_first, channels_last
 from fedcpsl.engine.dropout import KeyedDropout
-from fedcpsl.engine.geometry import Geometry, Pair, channels_first, channels_last
+from fedcpsl.engine.elementwise import Pair
 from fedcpsl.engine.layer_kinds import Layer, Pull
 from fedcpsl.engine.precision import Arithmetic
 
@@ -246,7 +247,7 @@ def block(size: int, most: int) -> int:
 
 
 def patches(grid: Tensor, geometry: Geometry) -> Tensor:
-    """`fedcpsl.engine.geometry.patches` in one pass."""
+    """`fedcpsl.engine.convolution.patches` in one pass."""
     rows = len(grid) * geometry.out_size[0] * geometry.out_size[1]
     y = grid.new_empty(rows, geometry.patch)
     block_k = block(geometry.patch, 64)
@@ -260,7 +261,7 @@ def patches(grid: Tensor, geometry: Geometry) -> Tensor:
 
 
 def add_up_patches(columns: Tensor, geometry: Geometry, images: int) -> Tensor:
-    """`fedcpsl.engine.geometry.add_up_patches` in one pass."""
+    """`fedcpsl.engine.convolution.add_up_patches` in one pass."""
     y = columns.new_empty(images, *geometry.size, geometry.channels)
     rows, block_c = images * geometry.size[0] * geometry.size[1], block(geometry.channels, 64)
     pairs = {

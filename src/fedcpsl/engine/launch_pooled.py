@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedcpsl.engine import pooled_kernels
-from fedcpsl.engine.geometry import Geometry, channels_first, channels_last
+from fedcpsl.engine.convolution import Geometry, channels_first, channels_last
 from fedcpsl.engine.launch_convolution import (
     PROGRAMS,
     Parts,

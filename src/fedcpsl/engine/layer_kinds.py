@@ -33,7 +33,7 @@ class Layer(NamedTuple):
 def walk(module: nn.Module, trained: Mapping[str, object]) -> list[Layer]:
     """The layers of a module in order: a `Sequential`'s own, or the module itself."""
     if _shares_parameters(module):
-        return whole(module, trained)
+        return as_one_layer(module, trained)
     layers = _with_relus_taken_in(_flat(module, trained, ""))
     for i, layer in enumerate(layers):
         after = layers[i + 1] if i + 1 < len(layers) else None
@@ -44,7 +44,7 @@ def walk(module: nn.Module, trained: Mapping[str, object]) -> list[Layer]:
     return _with_pooling_taken_in(layers)
 
 
-def whole(module: nn.Module, trained: Mapping[str, object]) -> list[Layer]:
+def as_one_layer(module: nn.Module, trained: Mapping[str, object]) -> list[Layer]:
     """The module as one layer, whatever is in it."""
     return [Layer(module, {name: name for name in trained})]
 

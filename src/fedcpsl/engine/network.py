@@ -2,20 +2,25 @@
 
 At rest theta is one flat vector, so every state of every algorithm is one tensor and the paper's formulas are one
 line. In the local steps it is a tuple of the module's own tensors (`Leaves`), which is what matmuls want.
+What its passes cost is counted here too: FLOPs of a forward pass, and how many samples pass through it.
 """
 
 import logging
 from collections.abc import Hashable, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
 
 from fedcpsl.engine.costs import Cost, Differentiated, differentiated
 from fedcpsl.engine.dropout import with_keyed_dropout
 from fedcpsl.engine.forward_backward import Bound, backward, bind, forward
 from fedcpsl.engine.layer_kinds import (
+    as_one_layer,
     differentiated_by_hand,
     is_convolution,
     is_matmul,
@@ -24,10 +29,8 @@ from fedcpsl.engine.layer_kinds import (
     refuse_running_statistics,
     runs_without_vmap,
     walk,
-    whole,
 )
-from fedcpsl.engine.leafwise import Leaves, subtract_scaled
-from fedcpsl.engine.memo import as_slots, by_model, cache_last_call, unbound
+from fedcpsl.engine.leafwise import Leaves, as_slots, by_model, cache_last_call, subtract_scaled, unbound
 from fedcpsl.engine.precision import PRECISIONS, Arithmetic, own_products
 from fedcpsl.errors import InputError
 
@@ -303,7 +306,7 @@ class Network:
         if found[0, 0].shape == expected.shape and (found[0, 0] - expected).norm() <= AGREE * expected.norm():
             return
         logging.getLogger("fedcpsl").warning("the model is more than its layers: it runs as a whole, which is slower")
-        self._layers, self._by_hand, self._wants_channels_last = whole(self.module, self.shapes), False, False
+        self._layers, self._by_hand, self._wants_channels_last = as_one_layer(self.module, self.shapes), False, False
 
     def _trial(self, example: Tensor, *, training: bool, seed: int) -> Tensor:
         with torch.random.fork_rng(), torch.no_grad():
@@ -321,3 +324,49 @@ def _probes(example: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(62, *example.shape[1:], generator=generator).to(example)
     return torch.cat([example, 3 * noise])
+
+
+def forward_flops(network: Network) -> float:
+    """FLOPs of one sample's forward pass: two for each multiply-add of its matmuls and convolutions."""
+    example = network.initial.new_zeros(2, *network.input_shape)
+    counter = FlopCounterMode(display=False)
+    network.module.eval()
+    with torch.no_grad(), counter:
+        network.module(example)
+    return counter.get_total_flops() / len(example) or _parameters_used(network.module)
+
+
+def _parameters_used(module: nn.Module) -> float:
+    """Two FLOPs for each parameter, where a network has neither matmuls nor convolutions."""
+    return 2.0 * sum(p.numel() for p in module.parameters())
+
+
+class PassCounter:
+    """How many samples went through a network, each model by itself: in passes that are trained, and in others."""
+
+    def __init__(self) -> None:
+        self.trained = self.forward = 0
+
+
+def counting(network: Network) -> tuple[Network, PassCounter]:
+    """The same network, which counts what passes through it; one model after another."""
+    own, counter, rank = copy(network), PassCounter(), len(network.input_shape)
+    own.batched = False
+
+    def passes(leaves: Leaves, x: Tensor) -> int:
+        return prod(own._lead(leaves)) * x.shape[x.dim() - rank - 1]
+
+    def add_gradient(into: Leaves, models: Leaves, x: Tensor, *given: Any, **options: Any) -> Tensor:
+        counter.trained += passes(models, x)
+        return Network.add_gradient(own, into, models, x, *given, **options)
+
+    def descend(models: Leaves, eta: Tensor, x: Tensor, *given: Any, **options: Any) -> Tensor:
+        counter.trained += passes(models, x)
+        return Network.descend(own, models, eta, x, *given, **options)
+
+    def outputs_at(leaves: Leaves, x: Tensor, *given: Any, **options: Any) -> Tensor:
+        counter.forward += passes(leaves, x)
+        return Network.outputs_at(own, leaves, x, *given, **options)
+
+    vars(own).update(add_gradient=add_gradient, descend=descend, outputs_at=outputs_at)
+    return own, counter

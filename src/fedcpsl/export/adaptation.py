@@ -20,8 +20,7 @@ from fedcpsl.export.personal_model import with_tensors
 from fedcpsl.export.saved_run import SavedRun, general_tensors, on_this_machine, one_device
 from fedcpsl.runs.checkpoint import save_models
 from fedcpsl.runs.environment import make_manifest
-from fedcpsl.runs.folder import write_manifest
-from fedcpsl.runs.result_tables import write_tables
+from fedcpsl.runs.folder import write_manifest, write_tables
 from fedcpsl.runs.split_summary import write_split_summary
 from fedcpsl.simulation import Setup, State, prepare, simulate
 from fedcpsl.storage import sha256_of, to_json, write_whole

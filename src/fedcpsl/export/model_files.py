@@ -66,7 +66,7 @@ TYPES = {  # PyTorch's numbers for them in a .pt2
 }
 
 
-class Weights(NamedTuple):
+class TensorFile(NamedTuple):
     """The content of a file with tensors."""
 
     manifest: ModelManifest
@@ -129,7 +129,7 @@ def safetensors_file(manifest: ModelManifest, tensors: Mapping[str, Tensor]) -> 
     return bytes(save(own, {KEY: with_checksum(manifest, _pieces(own))}))
 
 
-def read_safetensors(content: bytes, path: Path) -> Weights:
+def read_safetensors(content: bytes, path: Path) -> TensorFile:
     """Read the tensors and the manifest of an exported safetensors file."""
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -143,7 +143,7 @@ def read_safetensors(content: bytes, path: Path) -> Weights:
     if text is None:
         raise InputError(f"{path}: has no manifest of fedcpsl; give a file that `fedcpsl export` wrote")
     _refuse_models_of_a_run(text, path)
-    return Weights(verified_manifest(text, _pieces(tensors), path), tensors)
+    return TensorFile(verified_manifest(text, _pieces(tensors), path), tensors)
 
 
 def _refuse_models_of_a_run(text: str, path: Path) -> None:
@@ -174,7 +174,7 @@ def _archive(program: torch.export.ExportedProgram, extra: dict[str, Any]) -> by
     return content.getvalue()
 
 
-def read_torch(content: bytes, path: Path) -> Weights:
+def read_torch(content: bytes, path: Path) -> TensorFile:
     """Read the weights of a .pt2 without its program.
 
     `torch.export.load` unpickles and evaluates expressions from the file, so it is only for trusted files.
@@ -185,7 +185,7 @@ def read_torch(content: bytes, path: Path) -> Weights:
     manifest = verified_manifest(members[f"extra/{EXTRA_FILE}"], _members(members), path)
     try:
         config = json.loads(members[f"{WEIGHTS}model_weights_config.json"])["config"]
-        return Weights(manifest, {name: _tensor(payload, members) for name, payload in config.items()})
+        return TensorFile(manifest, {name: _tensor(payload, members) for name, payload in config.items()})
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise InputError(f"{path}: holds no plain weights ({error}); --format torch needs a newer PyTorch") from error
 
@@ -240,7 +240,7 @@ def read_model(path: Path, own: str = "") -> Predictor:
     return Predictor(weights.manifest, torch_predict(module_of(weights, path, own)))
 
 
-def module_of(weights: Weights, path: Path, own: str) -> PersonalModel:
+def module_of(weights: TensorFile, path: Path, own: str) -> PersonalModel:
     """Return the network of the manifest with the weights; custom code is imported only if `own` names it."""
     manifest, tensors = weights
     name, hidden = _network(manifest, path)
@@ -318,7 +318,7 @@ def _batches(x: NDArray[Any]) -> list[NDArray[np.float32]]:
 
 def export(model: DeviceModel, kind: str, path: Path) -> float:
     """Write a model and return the maximum difference of its probabilities from the run's; RunError if too large."""
-    content, predict = encode(model, kind, path)
+    content, predict = encode_model(model, kind, path)
     difference = max_difference(predict, model.predictor.predict, random_samples(model.manifest))
     if not difference <= TOLERANCE:
         raise RunError(
@@ -329,7 +329,7 @@ def export(model: DeviceModel, kind: str, path: Path) -> float:
     return difference
 
 
-def encode(model: DeviceModel, kind: str, path: Path) -> tuple[bytes, PredictSamples]:
+def encode_model(model: DeviceModel, kind: str, path: Path) -> tuple[bytes, PredictSamples]:
     """Return the file's content, and a function that predicts with that content."""
     manifest, module = model.manifest, model.module
     if kind == "safetensors":
@@ -360,7 +360,7 @@ def max_difference(one: PredictSamples, other: PredictSamples, x: NDArray[Any]) 
     return float(np.max([np.abs(one(batch) - other(batch)).max() for batch in (x, x[:1])]))
 
 
-def check_target(path: Path) -> None:
+def check_model_target(path: Path) -> None:
     """Raise InputError if the file exists or cannot be written, before any work is done."""
     if path.exists():
         raise InputError(f"{path}: exists already; give another --out")

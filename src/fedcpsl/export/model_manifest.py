@@ -1,7 +1,8 @@
-"""The manifest of an exported model: all that is needed to use it, where it comes from, and a checksum."""
+"""The manifest of an exported model: all that is needed to use it, where it comes from, and a checksum; and new samples
+for the model (arrays, tables and images), read as its manifest says."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
@@ -12,13 +13,16 @@ from numpy.typing import NDArray
 
 import fedcpsl
 from fedcpsl.config import Config
+from fedcpsl.data.readers import IMAGE_FILES, UNLABELLED_FOLDERS, read_archive, read_images
 from fedcpsl.data.scaling import Scaling
-from fedcpsl.data.tables import Columns
+from fedcpsl.data.tables import Columns, is_table, read_rows
 from fedcpsl.errors import InputError
 
 GLOBAL = "global"
 KEY = "fedcpsl"  # under which a file's metadata has the manifest
 PredictSamples = Callable[[NDArray[Any]], NDArray[np.float32]]  # from raw samples to class probabilities
+UNKNOWN = -1
+KINDS = ".npy, .npz, .csv, .tsv, .parquet, an image or a folder of images"
 
 
 class ModelManifest(NamedTuple):
@@ -102,3 +106,102 @@ def _from_dict(plain: dict[str, Any]) -> ModelManifest:
     if not isinstance(manifest.config, dict) or len(manifest.classes) < 2 or min(manifest.input_shape, default=0) < 1:
         raise ValueError("it does not describe a classifier")
     return manifest
+
+
+class NewSamples(NamedTuple):
+    """Samples as a model is given them, raw."""
+
+    x: NDArray[Any]  # [samples, *shape]
+    names: Sequence[int | str]  # numbers from 0, or the images' paths
+    y: NDArray[np.int64] | None = None  # -1: unknown; the number of classes: a class that the model lacks
+    devices: Sequence[str] | None = None  # of each sample, if the input has them
+
+
+def read_samples(path: Path, manifest: ModelManifest) -> NewSamples:
+    """Read a file of any supported kind and check it against the model."""
+    suffix = path.suffix.lower()
+    if path.is_dir() or suffix in IMAGE_FILES:
+        samples = _images(path, manifest)
+    elif is_table(path):
+        samples = _table(path, manifest)
+    elif suffix in (".npy", ".npz"):
+        samples = _arrays(path, manifest)
+    else:
+        raise InputError(f"{path}: give {KINDS}" if path.exists() else f"{path}: no such file")
+    if samples.x.dtype.kind in "US":
+        raise InputError(f"{path}: holds text where the model takes numbers; encode it as numbers, as in training")
+    if samples.x.shape[1:] != manifest.input_shape:
+        raise InputError(
+            f"{path}: an input has shape {list(samples.x.shape[1:])} where the model's is {list(manifest.input_shape)}"
+        )
+    if not len(samples.x):
+        raise InputError(f"{path}: has no samples")
+    if samples.x.dtype.kind not in "fiub" or not (np.abs(samples.x) <= np.finfo(np.float32).max).all():
+        raise InputError(f"{path}: has inputs that are no finite numbers, or too large for float32")
+    plain = samples.x.dtype in (np.uint8, np.float32, np.float64)
+    return samples if plain else samples._replace(x=samples.x.astype(np.float64))
+
+
+def accuracy(samples: NewSamples, predictions: NDArray[np.float32]) -> tuple[int, int] | None:
+    """Return how many samples with a known class are predicted correctly, and their number; None without any."""
+    if samples.y is None or not (samples.y != UNKNOWN).any():
+        return None
+    known = samples.y != UNKNOWN
+    return int((predictions.argmax(1) == samples.y)[known].sum()), int(known.sum())
+
+
+def _arrays(path: Path, manifest: ModelManifest) -> NewSamples:
+    if path.suffix.lower() == ".npy":
+        try:
+            x = np.load(path, allow_pickle=False)
+        except FileNotFoundError:
+            raise InputError(f"{path}: no such file") from None
+        except (OSError, ValueError, EOFError) as error:
+            raise InputError(f"{path}: not a readable .npy array; write it again with numpy.save") from error
+        return NewSamples(x, range(len(x) if x.ndim else 0))
+    arrays = read_archive(path)
+    if "x" not in arrays:
+        raise InputError(f"{path}: has no array 'x' (it has {', '.join(arrays) or 'none'}); add it")
+    x, y = arrays["x"], arrays.get("y")
+    if x.ndim == 0:
+        raise InputError(f"{path}: x has shape []: give one row per sample")
+    if y is not None:
+        if y.shape != (len(x),) or y.dtype.kind not in "iu":
+            raise InputError(f"{path}: y must be one class number for each of the {len(x)} samples, -1 where unknown")
+        y = np.where(y < 0, UNKNOWN, np.minimum(y.astype(np.int64), len(manifest.classes)))
+    device = arrays.get("device")
+    if device is not None and device.shape != (len(x),):
+        raise InputError(f"{path}: device must name a device for each of the {len(x)} samples")
+    return NewSamples(x, range(len(x)), y, None if device is None else list(map(str, device.tolist())))
+
+
+def _table(path: Path, manifest: ModelManifest) -> NewSamples:
+    if not manifest.features:
+        raise InputError(
+            f"{path}: the model was not trained on a table, so columns have no meaning to it; "
+            f"give an array [samples, {', '.join(map(str, manifest.input_shape))}] as .npy or .npz"
+        )
+    x, labels, devices = read_rows(path, manifest.features, manifest.columns)
+    return NewSamples(x, range(len(x)), None if labels is None else _classes(labels, manifest), devices)
+
+
+def _images(path: Path, manifest: ModelManifest) -> NewSamples:
+    if len(manifest.input_shape) != 3 or manifest.input_shape[0] not in (1, 3):
+        raise InputError(f"{path}: the model takes inputs of shape {list(manifest.input_shape)}, which are no images")
+    found = sorted(each for each in path.rglob("*") if each.suffix.lower() in IMAGE_FILES) if path.is_dir() else [path]
+    if not found:
+        raise InputError(f"{path}: has no images ({', '.join(IMAGE_FILES)})")
+    x, channels = read_images(found), manifest.input_shape[0]
+    if x.shape[1] > channels:
+        raise InputError(f"{path}: has coloured images where the model's are grey; convert them")
+    x = x if x.shape[1] == channels else np.repeat(x, channels, 1)  # grey as colour, as in training
+    names = [str(each.relative_to(path)) if path.is_dir() else each.name for each in found]
+    folders = [each.parent.name for each in found]
+    labelled = all(folder in manifest.classes or folder in UNLABELLED_FOLDERS for folder in folders)
+    hidden = ["" if folder in UNLABELLED_FOLDERS else folder for folder in folders]
+    return NewSamples(x, names, _classes(hidden, manifest) if labelled and path.is_dir() else None)
+
+
+def _classes(labels: Sequence[str], manifest: ModelManifest) -> NDArray[np.int64]:
+    place = {name: i for i, name in enumerate(manifest.classes)} | {"": UNKNOWN, "-1": UNKNOWN}
+    return np.array([place.get(label, len(manifest.classes)) for label in labels], np.int64)

@@ -22,8 +22,7 @@ from fedcpsl.export.model_manifest import GLOBAL, ModelManifest, Predictor, shar
 from fedcpsl.export.personal_model import PersonalModel, numbers_for, predict_of, with_tensors
 from fedcpsl.methods import hyper_of_device, resolved
 from fedcpsl.models import make_model
-from fedcpsl.runs.folder import is_finished, read_manifest, read_run_config
-from fedcpsl.runs.result_tables import read_device_table
+from fedcpsl.runs.folder import is_finished, read_device_table, read_manifest, read_run_config
 from fedcpsl.schedule import stream
 from fedcpsl.settings import AUTO, Run, Work
 from fedcpsl.simulation.device_data import normalise

@@ -156,13 +156,13 @@ def _extra_minibatches(terms: Terms, local_data: LocalData, nu: Tensor, draw: Dr
         yield Samples(x[rows], targets[rows], *both, None if keys is None else keys[t])
 
 
-def drawn_for_visit(terms: Terms, local_data: LocalData, nu: Tensor, task: DeviceRound) -> dict[str, Samples | Tensor]:
+def samples_of_draws(terms: Terms, local_data: LocalData, nu: Tensor, task: DeviceRound) -> dict[str, Samples | Tensor]:
     """Return what the draws of a visit gave a device: samples, or the number of a step."""
     draws = [draw for draw in terms.method.traits.draws if draw.for_device]
-    return {draw.name: drawn_once(terms, local_data, nu, draw, task.extra[draw.name]) for draw in draws}
+    return {draw.name: samples_of_draw(terms, local_data, nu, draw, task.extra[draw.name]) for draw in draws}
 
 
-def drawn_once(terms: Terms, local_data: LocalData, nu: Tensor, draw: Draw, drawn: Drawn) -> Samples | Tensor:
+def samples_of_draw(terms: Terms, local_data: LocalData, nu: Tensor, draw: Draw, drawn: Drawn) -> Samples | Tensor:
     if draw.of == "step":
         return torch.from_numpy(drawn.rows).to(terms.where)
     return next(_extra_minibatches(terms, local_data, nu, draw, drawn))
@@ -222,7 +222,7 @@ def train(
         now = clock()
         return bool(budget) and now - begun + (now - since) / done > budget
 
-    drawn = drawn_for_visit(terms, local_data, nu, task)
+    drawn = samples_of_draws(terms, local_data, nu, task)
     done = device_round(*given, local_minibatches(terms, local_data, nu, task), out_of_time, drawn)
     if not all(t.isfinite().all() for t in (*leaves(done.upload), *leaves(done.device))):
         raise RunError(
@@ -242,7 +242,7 @@ def answer(terms: Terms, local_data: LocalData, nu: Tensor, instruction: Instruc
     if not drawn.rows.size:
         raise RunError("this device has no samples of which it could be asked; nothing was done")
     sent = map_tensors(lambda t: t.to(terms.where), instruction.broadcast)
-    samples = drawn_once(terms, local_data, nu, draw, drawn)
+    samples = samples_of_draw(terms, local_data, nu, draw, drawn)
     found = optional(terms.algorithm, "probe_upload")(terms.method, terms.hyper, sent, samples)
     if not all(t.isfinite().all() for t in leaves(found)):
         raise RunError("this device's answer is not a finite number; the server should use a smaller algorithm.eta")

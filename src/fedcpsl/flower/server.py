@@ -10,9 +10,8 @@ from flwr.serverapp import Grid
 
 from fedcpsl.deployment.job import explicit_job, read_job
 from fedcpsl.deployment.serve import pause_after, run_rounds
-from fedcpsl.deployment.wire import pack, unpack
 from fedcpsl.errors import InputError, RunError
-from fedcpsl.federation.messages import Lost, Message
+from fedcpsl.federation.messages import Lost, Message, pack, unpack
 from fedcpsl.flower.client import from_record, to_record
 
 POLL_S = 0.3  # between checks for replies

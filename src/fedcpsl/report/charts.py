@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedcpsl.report.loaded_runs import RunSet, SeedGroup
-from fedcpsl.report.summary_tables import MODELS, value_of
+from fedcpsl.report.tables import MODELS, value_of
 from fedcpsl.runs.comparison import interval
 from fedcpsl.runs.folder import Metrics
 

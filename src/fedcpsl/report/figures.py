@@ -71,12 +71,7 @@ def panels_of_curves(panels: Mapping[str, Mapping[str, tuple[Sequence[int], Any]
         _draw_curves(axes, curves)
         axes.set(title=title)
         axes.title.set_color(GREY)
-    lowest = min((float(line.get_ydata().min()) for axes in grid for line in axes.lines), default=0.0)
-    for axes in grid:
-        axes.set(ylim=(max(0.0, lowest - 3), 101))
-    handles = grid[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=min(4, len(handles[1])), frameon=False, labelcolor=GREY)
-    return _svg(figure)
+    return _on_one_scale(figure, grid, 4)
 
 
 def costs(rows: Mapping[str, Mapping[str, Mapping[str, tuple[Sequence[float], Any]]]]) -> str:
@@ -89,11 +84,17 @@ def costs(rows: Mapping[str, Mapping[str, Mapping[str, tuple[Sequence[float], An
             _draw_curves(axes, curves, ordered=True)
             axes.set(title=title, xlabel=x, xlim=(0, None))
             axes.title.set_color(GREY)
+    return _on_one_scale(figure, grid, 5)
+
+
+def _on_one_scale(figure: Any, grid: Sequence[Any], columns: int) -> str:
+    """The figure as SVG, with one range of accuracies for all panels, and one legend below them."""
     lowest = min((float(line.get_ydata().min()) for axes in grid for line in axes.lines), default=0.0)
     for axes in grid:
         axes.set(ylim=(max(0.0, lowest - 3), 101))
     handles = grid[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=min(5, len(handles[1])), frameon=False, labelcolor=GREY)
+    wide = min(columns, len(handles[1]))
+    figure.legend(*handles, loc="outside lower center", ncols=wide, frameon=False, labelcolor=GREY)
     return _svg(figure)
 
 
@@ -113,7 +114,7 @@ def trend(means: Mapping[str, Sequence[tuple[str, float, float]]], of: str) -> s
     return _svg(figure)
 
 
-def rate(means: Mapping[str, Sequence[tuple[float, Sequence[float]]]]) -> str:
+def gaps_by_rounds(means: Mapping[str, Sequence[tuple[float, Sequence[float]]]]) -> str:
     """Mean gaps of runs with more and more rounds R, on logarithmic scales, beside 1/sqrt(R), as SVG."""
     import numpy as np
 

@@ -11,15 +11,17 @@ from fedcpsl.errors import InputError
 from fedcpsl.runs.comparison import is_comparison, read_plan, run_folder
 from fedcpsl.runs.folder import (
     ALONE,
+    Confusion,
     Metrics,
     failure,
     is_finished,
     is_refused,
+    read_confusion,
+    read_device_table,
     read_manifest,
     read_metrics,
     read_run_config,
 )
-from fedcpsl.runs.result_tables import Confusion, read_confusion, read_device_table
 from fedcpsl.settings import AUTO
 
 MACHINE_SETTINGS = ("executor", "slots", "processes", "store", "device", "together", "checkpoint_seconds", "keep")

@@ -9,14 +9,13 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from fedcpsl.config import to_toml
-from fedcpsl.report import charts, summary_tables
+from fedcpsl.report import charts, tables
 from fedcpsl.report.charts import Chart
 from fedcpsl.report.edge_pictures import pictures_of
-from fedcpsl.report.headline import all_failed, sentence, state_of, title_of
 from fedcpsl.report.loaded_runs import LoadedRun, RunSet, SeedGroup, alone_for
 from fedcpsl.report.tables import Column, Table, duration, joules, percent, plain, points, seconds, size
-from fedcpsl.report.verdict import as_sentence, verdicts
-from fedcpsl.runs.result_tables import Confusion, class_metrics
+from fedcpsl.report.verdict import all_failed, as_sentence, sentence, state_of, title_of, verdicts
+from fedcpsl.runs.folder import Confusion, class_metrics
 from fedcpsl.runs.split_summary import SplitSummary, nonzero_cells, read_split_summary
 
 MAX_FAILED = 5
@@ -28,7 +27,7 @@ Sections = dict[str, str]
 
 
 @cache
-def environment() -> Environment:
+def templates() -> Environment:
     """Return the templates of a page; whatever they are given is escaped."""
     found = Environment(
         loader=PackageLoader("fedcpsl.report", "assets"),
@@ -44,7 +43,7 @@ def environment() -> Environment:
 
 def render(section: str, **context: Any) -> str:
     """Return a section, or another macro of assets/sections.html, as HTML."""
-    return str(getattr(environment().get_template("sections.html").module, section)(**context))
+    return str(getattr(templates().get_template("sections.html").module, section)(**context))
 
 
 def sort_key(value: Any) -> str:
@@ -53,7 +52,7 @@ def sort_key(value: Any) -> str:
     return f"{float(number):.10g}" if isinstance(number, int | float) else ""
 
 
-def sections_of(run_set: RunSet, drawn: Mapping[str, Chart], title: str = "", summary: str | None = None) -> Sections:
+def page_sections(run_set: RunSet, drawn: Mapping[str, Chart], title: str = "", summary: str | None = None) -> Sections:
     """Return every section by its id, empty if there is nothing to show; `summary` replaces the usual table."""
     if not run_set.groups:
         waiting = "No round is finished yet. This page updates itself while the run goes on."
@@ -104,7 +103,7 @@ Card = tuple[str, str, str]  # label, value, note
 
 def _cards_of_one(run_set: RunSet) -> list[Card]:
     (group,) = run_set.groups
-    (record,) = summary_tables.summary(run_set).records
+    (record,) = tables.summary(run_set).records
     shares = [
         ("personal accuracy", record["personal"]),
         ("worst tenth of devices", record["worst_tenth"]),
@@ -125,7 +124,7 @@ def _cards_of_one(run_set: RunSet) -> list[Card]:
 
 
 def _cards_of_many(run_set: RunSet) -> list[Card]:
-    records = summary_tables.summary(run_set).records
+    records = tables.summary(run_set).records
     tested = [r for r in records if r["personal"] and r["personal"]["mean"] is not None]
     if not tested:
         return [("runs", str(len(run_set.runs)), "")]
@@ -158,7 +157,7 @@ def _mean_and_half(value: Mapping[str, float | None]) -> tuple[str, str]:
 
 def summary_section(run_set: RunSet) -> str:
     """Return a row for every group of runs; nothing for a single run."""
-    return "" if len(run_set.runs) == 1 else render("summary", table=summary_tables.summary(run_set))
+    return "" if len(run_set.runs) == 1 else render("summary", table=tables.summary(run_set))
 
 
 def accuracy_section(run_set: RunSet, drawn: Mapping[str, Chart]) -> str:
@@ -186,14 +185,14 @@ def labels_section(drawn: Mapping[str, Chart]) -> str:
 
 def cost_section(run_set: RunSet, drawn: Mapping[str, Chart]) -> str:
     """Return rounds, bytes and seconds to accuracies; of several groups a row each, an accuracy a column."""
-    table = summary_tables.reach(run_set)
+    table = tables.reach(run_set)
     if table.records:
         table = table._replace(columns=table.columns[1:]) if len(run_set.groups) == 1 else _by_target(run_set, table)
     return render("cost", table=table, uplink=drawn.get("uplink"))
 
 
 def _by_target(run_set: RunSet, table: Table) -> Table:
-    targets = summary_tables.targets_of(run_set)
+    targets = tables.targets_of(run_set)
     records: dict[str, dict[str, Any]] = {group.name: {"name": group.name} for group in run_set.groups}
     for r in table.records:
         records[r["name"]][f"{r['accuracy']:g}"] = r
@@ -215,7 +214,7 @@ def edge_section(run_set: RunSet, drawn: Mapping[str, Chart]) -> str:
     """Return what an edge network took and lost, accuracy by time and energy, rounds as timelines, and the cell."""
     runs, left_out = pictures_of(run_set)
     shown = [chart for name, chart in drawn.items() if name.startswith("edge-")]
-    table, single = summary_tables.edge(run_set), len(run_set.runs) == 1
+    table, single = tables.edge(run_set), len(run_set.runs) == 1
     return render("edge", table=table, charts=shown, runs=runs, single=single, left_out=left_out) if runs else ""
 
 
@@ -243,9 +242,9 @@ def _first_finished(groups: Iterable[SeedGroup]) -> list[tuple[str, LoadedRun]]:
 
 def _devices_of(run: LoadedRun, alone: LoadedRun | None, *, few: bool) -> dict[str, Any]:
     """Return a row per device, what they gained, and the marks of the strips."""
-    records = summary_tables.device_records(run, alone)
+    records = tables.device_records(run, alone)
     limits = (MAX_DEVICES,) if few else ()
-    listed, left_out = summary_tables.best_and_worst(records, *limits)
+    listed, left_out = tables.best_and_worst(records, *limits)
     marks = [("p", "personal")]
     marks += [("g", "global model")] * any(r["global"] is not None for r in records)
     marks += [("a", "training alone")] * (alone is not None)
@@ -331,7 +330,7 @@ def _classes_of(confusion: Confusion) -> dict[str, Any]:
     few = len(there) <= MAX_CLASSES
     return {
         "macro_f1": ", ".join(f"{100 * value:.2f} % for the {model} model" for model, value in f1.items()),
-        "table": summary_tables.classes_of_run(confusion, ""),
+        "table": tables.classes_of_run(confusion, ""),
         "maps": [_confusion_map(m, c[np.ix_(there, there)], names) for m, c in counts.items()] if few else [],
         "count": len(there),
     }

@@ -15,14 +15,21 @@ from rich.table import Table
 from rich.text import Text
 
 from fedcpsl.errors import InputError
-from fedcpsl.report import edge_study
+from fedcpsl.report import study_tables
 from fedcpsl.report.comparison import curve_of
-from fedcpsl.report.figures import costs, maps, panels_of_curves, rate, trend
+from fedcpsl.report.figures import costs, gaps_by_rounds, maps, panels_of_curves, trend
 from fedcpsl.report.loaded_runs import RunSet, SeedGroup, try_load_runs
 from fedcpsl.report.page import inline_svg, page_of
 from fedcpsl.report.sections import render
-from fedcpsl.report.study_matrix import Cell, Matrix, matrix_of, with_half
-from fedcpsl.report.study_needs import CAPTION, HEAD, needs_of
+from fedcpsl.report.study_tables import (
+    NEEDS_CAPTION,
+    NEEDS_HEAD,
+    CaseResults,
+    Matrix,
+    needs_of,
+    study_matrix,
+    with_half,
+)
 from fedcpsl.report.terminal import print_table
 from fedcpsl.runs.comparison import EDGE, final_row, interval, no_row, reached, run_folder
 from fedcpsl.runs.folder import failure, is_finished, is_refused, read_manifest, read_metrics, read_run_config
@@ -33,7 +40,7 @@ STEPS = "Steps: local steps of all devices in a run, in thousands, times the min
 CURVES = ("personal", "global")
 
 
-def cells_of(folder: Path, study: Study, dataset: str, seeds: Sequence[int]) -> list[Cell]:
+def cells_of(folder: Path, study: Study, dataset: str, seeds: Sequence[int]) -> list[CaseResults]:
     """Return every case of a study; runs that are not finished have empty rows."""
     reach = study.reach.get(dataset, [])
     cells = []
@@ -43,19 +50,19 @@ def cells_of(folder: Path, study: Study, dataset: str, seeds: Sequence[int]) -> 
         known = zip(folders, seeds, ended, strict=True)
         rows = [final_row(run, reach) if over else no_row(run, seed, reach) for run, seed, over in known]
         begun = [run for run, over in zip(folders, ended, strict=True) if over and not is_refused(run)]
-        cells.append(Cell(line, begun, rows))
+        cells.append(CaseResults(line, begun, rows))
     if not any(cell.folders for cell in cells):
         reasons = [f": {run['failed']}" for cell in cells for run in cell.runs if "failed" in run]
         raise InputError(f"{folder}: no run of {study.name} is finished{''.join(reasons[:1])}")
     return cells
 
 
-def matrices(study: Study, dataset: str, cells: Sequence[Cell]) -> list[Matrix]:
+def matrices(study: Study, dataset: str, cells: Sequence[CaseResults]) -> list[Matrix]:
     """Return the tables of a study's results, and one of what was refused, and why, where something was."""
     return [*_matrices(study, dataset, cells), *_refused(cells)]
 
 
-def _refused(cells: Sequence[Cell]) -> list[Matrix]:
+def _refused(cells: Sequence[CaseResults]) -> list[Matrix]:
     rows = [
         [cell.line.row, cell.line.panel or "-", *map(str, cell.line.point.values()), str(run["seed"]), reason]
         for cell in cells
@@ -72,7 +79,7 @@ def _refusal(run: Mapping[str, Any]) -> str:
     return reason if kind == "refused" else ""
 
 
-def _matrices(study: Study, dataset: str, cells: Sequence[Cell]) -> list[Matrix]:
+def _matrices(study: Study, dataset: str, cells: Sequence[CaseResults]) -> list[Matrix]:
     """Return the tables, rows by panels: accuracy, the reference's lead, rounds to accuracies, worst devices."""
     if study.shows == "map":
         return _best_points(study, cells)
@@ -83,42 +90,42 @@ def _matrices(study: Study, dataset: str, cells: Sequence[Cell]) -> list[Matrix]
     if study.needs:
         return [table for panel in study.panels for table in _side_by_side(study, dataset, panel, by_place)]
 
-    def accuracy(cell: Cell) -> str:
+    def accuracy(cell: CaseResults) -> str:
         printed = published.get(cell.line.panel, {}).get(cell.line.row)
         return _mean(cell, "personal") + (f" ({printed:g})" if printed is not None else "")
 
-    def lead(cell: Cell) -> str:
+    def lead(cell: CaseResults) -> str:
         of_first = by_place[cell.line.panel, first]
         return "the same runs" if cell.folders == of_first.folders else _lead(of_first, cell)
 
     inside = " In brackets: the published figure." if published else ""
     inside += f" {STEPS}"
     caption = f"Personal accuracy, %, mean over devices and seeds.{inside}"
-    tables = [_with_steps(study, by_place, matrix_of(study, by_place, caption, accuracy))]
+    tables = [_with_steps(study, by_place, study_matrix(study, by_place, caption, accuracy))]
     if len(study.rows) > 1:
         caption = f"By how much {first} is ahead of each row, in points, paired by seed."
-        tables.append(matrix_of(study, by_place, caption, lead, leave_out=first))
+        tables.append(study_matrix(study, by_place, caption, lead, leave_out=first))
     tables += _costs(study, dataset, by_place)
     caption = "The worst tenth of devices: their personal accuracy, %."
-    tables.append(matrix_of(study, by_place, caption, lambda cell: _mean(cell, "worst_tenth")))
+    tables.append(study_matrix(study, by_place, caption, lambda cell: _mean(cell, "worst_tenth")))
     caption = "The global model on the devices' own tests, %."
-    return [*tables, matrix_of(study, by_place, caption, lambda cell: _mean(cell, "global"))]
+    return [*tables, study_matrix(study, by_place, caption, lambda cell: _mean(cell, "global"))]
 
 
-def _costs(study: Study, dataset: str, by_place: Mapping[tuple[str, str], Cell]) -> list[Matrix]:
+def _costs(study: Study, dataset: str, by_place: Mapping[tuple[str, str], CaseResults]) -> list[Matrix]:
     """Return the rounds until accuracies; with edge networks also virtual time, energy, bytes and lost uploads."""
-    edge = any(edge_study.has_edge(cell.runs) for cell in by_place.values())
+    edge = any(study_tables.has_edge(cell.runs) for cell in by_place.values())
     what = "First round, virtual time, energy and bytes sent until then," if edge else "First round"
     tables = []
     for k, target in enumerate(study.reach.get(dataset, [])):
         caption = f"{what} at {100 * target:g} % or more, mean over the seeds that got there."
-        tables.append(matrix_of(study, by_place, caption, partial(_reached, k=k)))
+        tables.append(study_matrix(study, by_place, caption, partial(_reached, k=k)))
     if edge:
-        tables += edge_study.edge_tables(study, by_place)
+        tables += study_tables.edge_tables(study, by_place)
     return tables
 
 
-def _with_steps(study: Study, by_place: Mapping[tuple[str, str], Cell], matrix: Matrix) -> Matrix:
+def _with_steps(study: Study, by_place: Mapping[tuple[str, str], CaseResults], matrix: Matrix) -> Matrix:
     """Return a table with a column for the steps of each row, per panel if panels differ."""
     worked = [_steps([by_place[panel, row[0]] for panel in study.panels]) for row in matrix.rows]
     return Matrix(
@@ -126,7 +133,9 @@ def _with_steps(study: Study, by_place: Mapping[tuple[str, str], Cell], matrix: 
     )
 
 
-def _side_by_side(study: Study, dataset: str, panel: str, by_place: Mapping[tuple[str, str], Cell]) -> list[Matrix]:
+def _side_by_side(
+    study: Study, dataset: str, panel: str, by_place: Mapping[tuple[str, str], CaseResults]
+) -> list[Matrix]:
     """Return two tables of one panel: what each row reaches, and beside its accuracy what it needs for it."""
     first, targets = by_place[panel, study.reference], study.reach.get(dataset, [])
     reached_rows, needed_rows = [], []
@@ -142,16 +151,16 @@ def _side_by_side(study: Study, dataset: str, panel: str, by_place: Mapping[tupl
     reaches = ["", "personal", f"{study.reference} ahead", "worst tenth", "global", *rounds_to, "steps"]
     where = f"{panel}: accuracy" if panel else "Accuracy"
     caption = f"{where} in %; by how much {study.reference} is ahead, paired by seed; the first round at some. {STEPS}"
-    return [Matrix(caption, reaches, reached_rows), Matrix(CAPTION, ["", "personal", *HEAD], needed_rows)]
+    return [Matrix(caption, reaches, reached_rows), Matrix(NEEDS_CAPTION, ["", "personal", *NEEDS_HEAD], needed_rows)]
 
 
-def best_points(study: Study, cells: Sequence[Cell]) -> dict[str, dict[str, Any]]:
+def best_points(study: Study, cells: Sequence[CaseResults]) -> dict[str, dict[str, Any]]:
     """Return the point of every row's grid with the best mean, by algorithm; InputError where some are missing."""
     if study.shows != "map":
         raise InputError(f"--choose: {study.name} is not a study of settings; give one that shows a map")
     best: dict[str, tuple[float, dict[str, Any]]] = {}
     for cell in cells:
-        score, name = score_of(cell)[0], next((run["algorithm"] for run in cell.runs if run["algorithm"]), "")
+        score, name = mean_score(cell)[0], next((run["algorithm"] for run in cell.runs if run["algorithm"]), "")
         if len(cell.folders) < len(cell.runs):
             raise InputError(f"--choose: {cell.line.case.name} of {study.name} is not finished; run it first")
         if name and score > best.get(name, (float("-inf"), {}))[0]:
@@ -159,7 +168,7 @@ def best_points(study: Study, cells: Sequence[Cell]) -> dict[str, dict[str, Any]
     return {name: point for name, (_, point) in best.items()}
 
 
-def _steps(cells: Sequence[Cell]) -> str:
+def _steps(cells: Sequence[CaseResults]) -> str:
     """Return the local steps of a run, mean over seeds, of each cell; times the gradients of a step if known."""
     means = []
     for cell in cells:
@@ -170,14 +179,14 @@ def _steps(cells: Sequence[Cell]) -> str:
     return f"{shown} x {gradients.pop()}" if len(gradients) == 1 else shown
 
 
-def _best_points(study: Study, cells: Sequence[Cell]) -> list[Matrix]:
+def _best_points(study: Study, cells: Sequence[CaseResults]) -> list[Matrix]:
     """Return for every row of a map its best points."""
     tables = []
     for row in study.rows:
-        own = sorted((c for c in cells if c.line.row == row), key=lambda c: -score_of(c)[0])
+        own = sorted((c for c in cells if c.line.row == row), key=lambda c: -mean_score(c)[0])
         keys = list(own[0].line.point)
         rows = [
-            [*(str(c.line.point[key]) for key in keys), f"{score_of(c)[0]:.2f}", _spread(c), _steps([c])]
+            [*(str(c.line.point[key]) for key in keys), f"{mean_score(c)[0]:.2f}", _spread(c), _steps([c])]
             for c in own[:5]
         ]
         head = [*(key.partition(".")[2] for key in keys), "accuracy, %", "by seed", "steps"]
@@ -186,19 +195,19 @@ def _best_points(study: Study, cells: Sequence[Cell]) -> list[Matrix]:
     return tables
 
 
-def score_of(cell: Cell) -> tuple[float, str]:
+def mean_score(cell: CaseResults) -> tuple[float, str]:
     """Return the mean accuracy that a point is judged by, %: on validation samples if there are any, else on tests."""
     key = "validation" if any(run["validation"] is not None for run in cell.runs) else "personal"
     values = [run[key] for run in cell.runs]
     return (100 * float(np.mean(values)) if None not in values else float("-inf")), key
 
 
-def _spread(cell: Cell) -> str:
-    key = score_of(cell)[1]
+def _spread(cell: CaseResults) -> str:
+    key = mean_score(cell)[1]
     return ", ".join("failed" if run[key] is None else f"{100 * run[key]:.2f}" for run in cell.runs)
 
 
-def _mean(cell: Cell, key: str) -> str:
+def _mean(cell: CaseResults, key: str) -> str:
     """Return mean and interval over the finished seeds, and how many failed or are missing."""
     ended = [run for run in cell.runs if run["steps"] is not None]
     refused = sum(bool(_refusal(run)) for run in cell.runs)
@@ -208,21 +217,21 @@ def _mean(cell: Cell, key: str) -> str:
     return with_half(interval([run[key] for run in ended]), "") + notes
 
 
-def _lead(first: Cell, cell: Cell) -> str:
+def _lead(first: CaseResults, cell: CaseResults) -> str:
     pairs = zip(first.runs, cell.runs, strict=True)
     known = [a["personal"] - b["personal"] for a, b in pairs if None not in (a["personal"], b["personal"])]
     return with_half(interval(known), "+")
 
 
-def _reached(cell: Cell, k: int) -> str:
+def _reached(cell: CaseResults, k: int) -> str:
     found = reached(cell.runs, k)
     if not found["runs"]:
         return "-"
     some = "" if found["runs"] == len(cell.runs) else f" ({found['runs']} of {len(cell.runs)})"
-    return f"{found['rounds']:.0f}{edge_study.costs_until(cell.runs, k)}{some}"
+    return f"{found['rounds']:.0f}{study_tables.costs_until(cell.runs, k)}{some}"
 
 
-def mean_gaps(cell: Cell) -> list[float]:
+def mean_gaps(cell: CaseResults) -> list[float]:
     """Return per run the mean optimality gap over its evaluated rounds but the last: what Theorem 1 bounds."""
     runs = [read_metrics(folder)[:-1] for folder in cell.folders]
     if any(m["gaps"] is None for run in runs for m in run):
@@ -235,7 +244,7 @@ def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
     return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
 
 
-def _gaps(study: Study, cells: Sequence[Cell]) -> Matrix:
+def _gaps(study: Study, cells: Sequence[CaseResults]) -> Matrix:
     """Return mean gaps over rounds, and how fast they fall as rounds grow."""
     rows = []
     for row in study.rows:
@@ -262,7 +271,7 @@ def write_study(folder: Path, study: Study, dataset: str, seeds: Sequence[int]) 
     return results / f"{study.name}.html"
 
 
-def print_study(study: Study, dataset: str, cells: Sequence[Cell]) -> None:
+def print_study(study: Study, dataset: str, cells: Sequence[CaseResults]) -> None:
     """Print the tables of a study."""
     console = Console()
     console.print(Text.assemble((study.title, "bold"), f", {dataset}"))
@@ -275,15 +284,15 @@ def print_study(study: Study, dataset: str, cells: Sequence[Cell]) -> None:
         print_table(table, console)
 
 
-def _picture(study: Study, cells: Sequence[Cell]) -> str:
+def _picture(study: Study, cells: Sequence[CaseResults]) -> str:
     if study.shows == "map":
         return _maps(cells)
     if study.shows == "rate":
-        return rate(
+        return gaps_by_rounds(
             {row: [(float(c.line.panel), mean_gaps(c)) for c in cells if c.line.row == row] for row in study.rows}
         )
     if study.shows == "costs":
-        return costs(edge_study.cost_curves(study, cells))
+        return costs(study_tables.cost_curves(study, cells))
     if study.shows == "trend":
         return trend(_trends(study, cells), study.title)
     panels: dict[str, dict[str, tuple[list[int], Any]]] = {}
@@ -295,7 +304,7 @@ def _picture(study: Study, cells: Sequence[Cell]) -> str:
     return panels_of_curves(panels)
 
 
-def _trends(study: Study, cells: Sequence[Cell]) -> dict[str, list[tuple[str, float, float]]]:
+def _trends(study: Study, cells: Sequence[CaseResults]) -> dict[str, list[tuple[str, float, float]]]:
     points: dict[str, list[tuple[str, float, float]]] = {row: [] for row in study.rows}
     for cell in cells:
         found = interval([run["personal"] for run in cell.runs if run["personal"] is not None])
@@ -304,7 +313,7 @@ def _trends(study: Study, cells: Sequence[Cell]) -> dict[str, list[tuple[str, fl
     return points
 
 
-def _maps(cells: Sequence[Cell]) -> str:
+def _maps(cells: Sequence[CaseResults]) -> str:
     """Draw a map over the last two settings of the grid for every row, panel and value of the others.
 
     Where rows have grids of different settings, a row's points stand in their order.
@@ -320,12 +329,12 @@ def _maps(cells: Sequence[Cell]) -> str:
         rest = [value if isinstance(value, str) else f"{name} = {value}" for name, value in others.items()]
         title = ", ".join([cell.line.row, *([cell.line.panel] if cell.line.panel else []), *rest])
         table = panels.setdefault(title, np.full((len(ys), len(xs)), np.nan))
-        value = score_of(cell)[0]
+        value = mean_score(cell)[0]
         table[ys.index(point.get(y, "")), xs.index(point[x])] = value if np.isfinite(value) else np.nan
     return maps(panels, (x.partition(".")[2], list(map(str, xs))), (y.partition(".")[2], list(map(str, ys))))
 
 
-def _numbered(cells: Sequence[Cell]) -> list[Cell]:
+def _numbered(cells: Sequence[CaseResults]) -> list[CaseResults]:
     """Return cells whose point is its place in the grid of its row."""
     seen: dict[tuple[str, str], int] = {}
     found = []
@@ -336,7 +345,7 @@ def _numbered(cells: Sequence[Cell]) -> list[Cell]:
     return found
 
 
-def _finals(study: Study, dataset: str, cells: Sequence[Cell]) -> str:
+def _finals(study: Study, dataset: str, cells: Sequence[CaseResults]) -> str:
     """Return the final metrics as CSV, one line per run."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
@@ -351,7 +360,7 @@ def _finals(study: Study, dataset: str, cells: Sequence[Cell]) -> str:
         "gradients_per_step",
         *(("downlink_bytes", "device_bytes", "models_down", "models_up", "models_kept") if study.needs else ()),
     )
-    edge = any(edge_study.has_edge(cell.runs) for cell in cells)
+    edge = any(study_tables.has_edge(cell.runs) for cell in cells)
     until = {"rounds": "reach_rounds"}
     if edge:
         keys += EDGE
@@ -369,24 +378,24 @@ def _finals(study: Study, dataset: str, cells: Sequence[Cell]) -> str:
     return text.getvalue()
 
 
-def _curves(cells: Sequence[Cell]) -> str:
+def _curves(cells: Sequence[CaseResults]) -> str:
     """Return accuracies as CSV, one line per run and evaluated round."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
-    edge = any(edge_study.has_edge(cell.runs) for cell in cells)
-    table.writerow(["panel", "row", "seed", "round", *CURVES, *list(edge_study.COSTS) * edge])
+    edge = any(study_tables.has_edge(cell.runs) for cell in cells)
+    table.writerow(["panel", "row", "seed", "round", *CURVES, *list(study_tables.COSTS) * edge])
     for cell in cells:
         for folder in cell.folders:
             seed = read_run_config(folder).run.seed
             for m in read_metrics(folder):
                 means = [m[key]["mean"] if m[key] else None for key in CURVES]
                 shown = ["" if v is None else f"{v:.4f}" for v in means]
-                shown += [f"{edge_study.cost_of(m, cost):.6g}" for cost in edge_study.COSTS if edge]
+                shown += [f"{study_tables.cost_of(m, cost):.6g}" for cost in study_tables.COSTS if edge]
                 table.writerow([cell.line.panel, cell.line.row, seed, m["round"], *shown])
     return text.getvalue()
 
 
-def made_with(cells: Sequence[Cell], seeds: Sequence[int]) -> str:
+def made_with(cells: Sequence[CaseResults], seeds: Sequence[int]) -> str:
     """Return the seeds, versions, hardware and dates of a study's runs."""
     folders = [folder for cell in cells for folder in cell.folders]
     manifests = [read_manifest(folder) for folder in folders]
@@ -399,7 +408,7 @@ def made_with(cells: Sequence[Cell], seeds: Sequence[int]) -> str:
     return f"{over}; {made}, {precision} float32, {', '.join(facts['device_name'])}, {when}"
 
 
-def commands_of(cells: Sequence[Cell]) -> list[str]:
+def commands_of(cells: Sequence[CaseResults]) -> list[str]:
     """Return the commands that made a study's runs, without output folders."""
     given = [read_manifest(folder)["command"] for cell in cells for folder in cell.folders]
     return list(dict.fromkeys(" ".join(_without_out(words)) for words in given))
@@ -415,7 +424,7 @@ def _without_out(words: Sequence[str]) -> list[str]:
     return kept
 
 
-def _markdown(tables: Sequence[Matrix], cells: Sequence[Cell], seeds: Sequence[int]) -> str:
+def _markdown(tables: Sequence[Matrix], cells: Sequence[CaseResults], seeds: Sequence[int]) -> str:
     parts = []
     for matrix in tables:
         rule = ["---"] + ["---:"] * (len(matrix.head) - 1)
@@ -426,13 +435,18 @@ def _markdown(tables: Sequence[Matrix], cells: Sequence[Cell], seeds: Sequence[i
 
 
 def _page(
-    study: Study, dataset: str, tables: Sequence[Matrix], picture: str, cells: Sequence[Cell], seeds: Sequence[int]
+    study: Study,
+    dataset: str,
+    tables: Sequence[Matrix],
+    picture: str,
+    cells: Sequence[CaseResults],
+    seeds: Sequence[int],
 ) -> str:
     results = render("study", made_with=made_with(cells, seeds), tables=tables, picture=inline_svg(picture))
     return page_of(_loaded(cells), f"{study.title} on {dataset}", results)
 
 
-def _loaded(cells: Sequence[Cell]) -> RunSet:
+def _loaded(cells: Sequence[CaseResults]) -> RunSet:
     """Load the runs of a study by row and panel; runs that two cells share are loaded once."""
     run_set = try_load_runs([folder for cell in cells for folder in cell.folders])
     by_folder = {run.folder: run for run in run_set.runs}

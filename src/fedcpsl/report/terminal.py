@@ -123,7 +123,7 @@ def progress(rounds: int, done: int, console: Console) -> Iterator["Watch"]:
     def watch(round: int, metrics: dict[str, Any] | None) -> None:
         bar.update(task, completed=round)
         if metrics:
-            bar.update(task, personal=percent(metrics["personal"]), general=percent(metrics["global"]))
+            bar.update(task, personal=percent_of(metrics["personal"]), general=percent_of(metrics["global"]))
             curve.append(metrics["personal"]["mean"] or 0.0)
             status_line.plain = f"{sparkline(curve, 24):24}  {_round_facts(metrics)}"
 
@@ -138,13 +138,13 @@ def progress(rounds: int, done: int, console: Console) -> Iterator["Watch"]:
 
 def _round_facts(metrics: Mapping[str, Any]) -> str:
     """Return the metrics of a round in one line, without its mean accuracies."""
-    facts = [f"worst tenth {percent(metrics['personal'], 'worst_tenth')}"]
+    facts = [f"worst tenth {percent_of(metrics['personal'], 'worst_tenth')}"]
     if metrics["pseudo_label_accuracy"] is not None:
-        facts.append(f"pseudo-labels right {percent(metrics, 'pseudo_label_accuracy')}")
+        facts.append(f"pseudo-labels right {percent_of(metrics, 'pseudo_label_accuracy')}")
     return "  ".join([*facts, f"uplink {size(metrics['uplink_bytes'])}"])
 
 
-def percent(summary: Mapping[str, Any] | None, key: str = "mean") -> str:
+def percent_of(summary: Mapping[str, Any] | None, key: str = "mean") -> str:
     """Return a share in % as text."""
     value = summary.get(key) if summary else None
     return "-" if value is None or isnan(value) else f"{100 * value:.2f} %"
@@ -159,19 +159,19 @@ def results_table(metrics: dict[str, Any]) -> Table:
         table.add_column(column, justify="right")
     for model in MODELS:
         if metrics[model]:
-            cells = [percent(metrics[model], key) for key in ("mean", "std", "worst_tenth")]
+            cells = [percent_of(metrics[model], key) for key in ("mean", "std", "worst_tenth")]
             table.add_row(f"{model} model", *cells, style="bold" if model == "personal" else "")
     return table
 
 
 def _caption(metrics: dict[str, Any]) -> str:
-    facts = [] if metrics["union"] is None else [f"global model on all tests {percent(metrics, 'union')}"]
+    facts = [] if metrics["union"] is None else [f"global model on all tests {percent_of(metrics, 'union')}"]
     if (metrics.get("macro_f1") or {}).get("personal") is not None:
-        facts.append(f"macro-F1 of the personal models on all tests {percent(metrics['macro_f1'], 'personal')}")
+        facts.append(f"macro-F1 of the personal models on all tests {percent_of(metrics['macro_f1'], 'personal')}")
     if metrics.get("validation"):
-        facts.append(f"personal model on validation samples {percent(metrics['validation'])}")
+        facts.append(f"personal model on validation samples {percent_of(metrics['validation'])}")
     if metrics["pseudo_label_accuracy"] is not None:
-        facts.append(f"pseudo-labels right {percent(metrics, 'pseudo_label_accuracy')}")
+        facts.append(f"pseudo-labels right {percent_of(metrics, 'pseudo_label_accuracy')}")
     facts.append(f"uplink {size(metrics['uplink_bytes'])}, downlink {size(metrics['downlink_bytes'])}")
     lost = f", {metrics['lost_uploads']} uploads lost" if metrics["lost_uploads"] else ""
     each = metrics["gradients_per_step"]
@@ -252,7 +252,7 @@ def comparison_progress(runs: int, console: Console) -> Iterator["Announce"]:
                 bar.update(everything, completed=done + len(group) * round / max(rounds, 1))
                 bar.update(current, completed=round)
                 if metrics:
-                    bar.update(current, note=f"personal {percent(metrics['personal'])}")
+                    bar.update(current, note=f"personal {percent_of(metrics['personal'])}")
 
             return [watch, *[_ignore] * (len(group) - 1)]
 

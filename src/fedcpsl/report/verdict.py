@@ -1,20 +1,124 @@
-"""Conclusions in plain words: are personal models better, by how much, for how many devices, and what to do if not."""
+"""Runs in plain words: a title, how far they are, what was run in one sentence, and conclusions.
 
-from collections.abc import Mapping, Sequence
+Conclusions: are personal models better, by how much, for how many devices, and what to do if not.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from fedcpsl.runs.folder import read_manifest
-from fedcpsl.runs.result_tables import read_device_table
+from fedcpsl.report.loaded_runs import LoadedRun, RunSet
+from fedcpsl.runs.folder import read_device_table, read_manifest
+from fedcpsl.runs.split_summary import read_split_summary
 
 LEVEL = 0.975  # of a two-sided interval of 95 %
 Pairs = Sequence[tuple[float, float]]  # two accuracies of each device
-Case = Mapping[str, Any]
+CaseSummary = Mapping[str, Any]
 BETTER, EQUAL, WORSE = "is better than", "is not significantly different from", "is worse than"
 USE_GLOBAL = "use the global model (--device global), or give it more weight with a smaller --beta"
 TRAIN_ALONE = "a federation does not pay for these devices: train each alone"
+
+
+def title_of(run_set: RunSet) -> str:
+    """Return the title of a page: algorithms and data sets."""
+    if not run_set.groups:
+        return all_failed(run_set) if run_set.over else "waiting for the first round"
+    sets = list(dict.fromkeys(run.config.data.title for run in run_set.runs))
+    names = list(dict.fromkeys(group.runs[0].config.algorithm.name for group in run_set.groups))
+    what = ", ".join(names) if len(names) <= 4 else f"{len(names)} algorithms"
+    return f"{what} on {', '.join(sets[:3])}{' and more' * (len(sets) > 3)}"
+
+
+def state_of(run_set: RunSet) -> str:
+    """Return how far the runs are, in words."""
+    unfinished = [run for run in run_set.runs if not run.finished]
+    if run_set.over:
+        return "finished" if run_set.groups else all_failed(run_set)
+    if len(run_set.runs) == 1 and not run_set.waiting:
+        (run,) = run_set.runs
+        return f"round {run.last['round']} of {run.config.work.rounds + run.config.work.personal_rounds}"
+    return f"{len(run_set.runs) - len(unfinished)} of {len(run_set.runs) + run_set.waiting} runs finished"
+
+
+def all_failed(run_set: RunSet) -> str:
+    """Return that all runs failed, in words."""
+    return "the run failed" if len(run_set.failed) == 1 else f"all {len(run_set.failed)} runs failed"
+
+
+def sentence(run_set: RunSet) -> str:
+    """Return what was run, in one sentence."""
+    adapted = [run for run in run_set.runs if run.adapted_from]
+    trained = [run for run in run_set.runs if not run.adapted_from]
+    if not trained:
+        return _adapted(adapted)
+    more = len(run_set.groups)
+    what = trained[0].config.algorithm.name if more == 1 else f"{len(run_set.runs)} runs of {more} kinds"
+    work = trained[0].config.work
+    rounds = _one_or_many(run.config.work.rounds for run in trained)
+    facts = [
+        f"{_one_or_many(run.manifest['devices'] for run in trained)} devices",
+        f"{_one_or_many(run.config.work.active for run in trained)} of them active in each of {rounds} rounds",
+        *([f"then {work.personal_rounds} personal rounds"] if work.personal_rounds else []),
+        _labels(trained),
+        _seeds(run_set.runs),
+    ]
+    if adapted:
+        facts.append(f"and of the runs {len(adapted)} adapted from another, in personal rounds with no server")
+    return f"{what} on {trained[0].config.data.title}: {', '.join(facts)}."
+
+
+def _adapted(runs: Sequence[LoadedRun]) -> str:
+    """Return what `fedcpsl adapt` made, in one sentence."""
+    names = ", ".join(dict.fromkeys(run.adapted_from for run in runs))
+    rounds = _one_or_many(run.last["round"] for run in runs)
+    what = "a personal model" if len(runs) == 1 else f"{len(runs)} personal models"
+    return (
+        f"{runs[0].config.algorithm.name} on {runs[0].config.data.title}: {what} adapted from {names} in {rounds} "
+        f"personal rounds (no rounds with a server), {_labels(runs)}, {_seeds(runs)}."
+    )
+
+
+def _seeds(runs: Sequence[LoadedRun]) -> str:
+    seeds = sorted({run.seed for run in runs})
+    return f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}"
+
+
+def _one_or_many(values: Iterable[Any]) -> str:
+    known = sorted(set(values))
+    return f"{known[0]:,}" if len(known) == 1 else f"{known[0]:,} to {known[-1]:,}"
+
+
+def _labels(runs: Sequence[LoadedRun]) -> str:
+    """Return how many labels devices see: counted if the data has unlabelled samples of its own, else from settings."""
+    splits = {run.manifest["split_sha256"]: run for run in runs}.values()
+    counted = [labelled_share(run) for run in splits]
+    known = sorted({f"{100 * share:.3g}" for share in counted if share is not None}, key=float)
+    if None not in counted:
+        return f"{' to '.join(dict.fromkeys([known[0], known[-1]]))} % of the training samples labelled"
+    shares = {labels_seen(run.config.data) for run in runs}
+    return shares.pop() if len(shares) == 1 and not known else "unequal shares of the labels visible"
+
+
+def labelled_share(run: LoadedRun) -> float | None:
+    """Return labelled / (labelled + unlabelled) of the training samples, if the class of some is unknown."""
+    found = read_split_summary(run.folder, run.config) if run.config.data.file else ""
+    if isinstance(found, str) or not any(found.unknown):
+        return None
+    if run.devices:
+        seen, hidden = (sum(int(device[key]) for device in run.devices) for key in ("labelled", "unlabelled"))
+    else:
+        seen, hidden = (sum(map(sum, rows)) for rows in (found.labelled, [*found.unlabelled, found.unknown]))
+    return seen / (seen + hidden)
+
+
+def labels_seen(data: Any) -> str:
+    """Return the share of visible labels by settings, in words."""
+    share = data.labelled
+    seen = f"{100 * min(share):g} to {100 * max(share):g} %" if isinstance(share, list) else f"{100 * share:g} %"
+    where = "" if data.labelled_devices == "all" else f" at {data.labelled_devices} devices"
+    return f"{seen} of the training labels visible{where}"
 
 
 def as_sentence(text: str) -> str:
@@ -68,17 +172,17 @@ def comparison_verdicts(summary: Mapping[str, Any]) -> list[str]:
     return [text for text in found if text]
 
 
-def score_of(case: Case) -> Mapping[str, float]:
+def score_of(case: CaseSummary) -> Mapping[str, float]:
     """Return the accuracy that a case is chosen by: on validation samples if there are any, else on the tests."""
     value: Mapping[str, float] = case["validation"] or case["personal"]
     return value
 
 
-def _is_alone(case: Case) -> bool:
+def _is_alone(case: CaseSummary) -> bool:
     return case["global"] is None  # no server, so no model of its own
 
 
-def _compare_with_others(first: Case, others: Sequence[Case]) -> list[str]:
+def _compare_with_others(first: CaseSummary, others: Sequence[CaseSummary]) -> list[str]:
     """Say which algorithms the first one beats, which beat it, and which are not significantly different."""
     kinds: dict[str, list[str]] = {BETTER: [], EQUAL: [], WORSE: []}
     best = first
@@ -98,7 +202,9 @@ def _compare_with_others(first: Case, others: Sequence[Case]) -> list[str]:
     return [*lines, f"use {best['name']} on data like this"] if best is not first else lines
 
 
-def _compare_with_alone(first: Case, tables: Sequence[list[dict[str, str]]], cases: Sequence[Case]) -> str:
+def _compare_with_alone(
+    first: CaseSummary, tables: Sequence[list[dict[str, str]]], cases: Sequence[CaseSummary]
+) -> str:
     alone = [case for case in cases if _is_alone(case)]
     if not alone:
         return "whether a federation pays is not known: add local to --algorithms, devices that train alone"
@@ -109,7 +215,7 @@ def _compare_with_alone(first: Case, tables: Sequence[list[dict[str, str]]], cas
     )
 
 
-def _best_of_sweep(best: Case, cases: Sequence[Case]) -> str:
+def _best_of_sweep(best: CaseSummary, cases: Sequence[CaseSummary]) -> str:
     key = "validation" if best["validation"] else "personal"
     by = "validation samples" if best["validation"] else "the test sets"
     of = score_of(best)
@@ -125,13 +231,13 @@ def _best_of_sweep(best: Case, cases: Sequence[Case]) -> str:
     return f"{text}; these are not significantly different: {some}"
 
 
-def _is_ahead(best: Case, case: Case, key: str) -> bool:
+def _is_ahead(best: CaseSummary, case: CaseSummary, key: str) -> bool:
     pairs = zip(best["runs"], case["runs"], strict=True)
     leads = [a[key] - b[key] for a, b in pairs if a[key] is not None and b[key] is not None]
     return len(leads) > 1 and fmean(leads) - half_width(leads) > 0
 
 
-def _device_tables(case: Case) -> list[list[dict[str, str]]]:
+def _device_tables(case: CaseSummary) -> list[list[dict[str, str]]]:
     return [read_device_table(Path(run["run"]) / "devices.csv") for run in case["runs"]]
 
 

@@ -114,7 +114,7 @@ class Checked(NamedTuple):
     left_out: dict[str, str]
 
 
-def check(plan: Plan, may_leave_out: Collection[str] = ()) -> Checked:
+def check_plan(plan: Plan, may_leave_out: Collection[str] = ()) -> Checked:
     """Build the cases once, so that errors come before any run; those that need not fit may be left out instead.
 
     Points of a sweep that are refused stay, to be marked as failed, so long as one can be run.
@@ -174,7 +174,7 @@ def full_name(key: str) -> str:
     return f"{owners[0]}.{key}"
 
 
-def create(folder: Path, plan: Plan) -> None:
+def create_comparison(folder: Path, plan: Plan) -> None:
     """Create a folder with the plan. An existing folder is never changed."""
     run_folders.make_parent(folder)
     text = to_toml(plan.base)

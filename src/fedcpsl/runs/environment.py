@@ -20,11 +20,10 @@ import numpy as np
 import torch
 
 import fedcpsl
-from fedcpsl.data.datasets import NAMED, find_dataset
 from fedcpsl.data.download import PUBLISHED, cache_folder
 from fedcpsl.data.federation import Federation
 from fedcpsl.data.ondemand import OnDemand
-from fedcpsl.data.sources import data_folders
+from fedcpsl.data.sources import NAMED, data_folders, find_dataset
 from fedcpsl.errors import InputError
 from fedcpsl.runs.edge_files import edge_digests
 from fedcpsl.simulation import Setup

@@ -29,7 +29,7 @@ from fedcpsl.runs.checkpoint import checkpoints, drop_checkpoints, load_checkpoi
 from fedcpsl.runs.distributed import broadcast_continue, broadcast_runs
 from fedcpsl.runs.edge_files import append_round, check_edge_files, keep_rounds_until, write_devices
 from fedcpsl.runs.environment import environment, make_manifest, now
-from fedcpsl.runs.result_tables import write_tables
+from fedcpsl.runs.folder import write_tables
 from fedcpsl.runs.split_summary import write_split_summary
 from fedcpsl.schedule import stream
 from fedcpsl.settings import AUTO, SEARCH, Run
@@ -40,7 +40,7 @@ from fedcpsl.simulation.rounds import raise_if_not_finite
 from fedcpsl.simulation.setup import choose_eta
 from fedcpsl.simulation.tuning import Layout, fastest, laid_out, slots_that_fit
 from fedcpsl.step_size import StepSizeSearch, search_eta
-from fedcpsl.storage import locked, numbers_of
+from fedcpsl.storage import locked, read_numbers
 from fedcpsl.theory import applies, gap
 
 Watch = Callable[[int, dict[str, Any] | None], None]  # called with the round, and its metrics if it was evaluated
@@ -203,7 +203,7 @@ def start_together(members: Sequence[GroupMember]) -> list[Outcome]:
         manifest = make_manifest(member.experiment.setup, member.experiment.federation, group)
         if member.experiment.search:
             manifest["step_size_search"] = member.experiment.search.summary
-        run_folders.create(member.folder, member.experiment.config, manifest)
+        run_folders.create_run(member.folder, member.experiment.config, manifest)
         write_split_summary(member.folder, member.experiment.federation)
     with _all_locked(members), _errors_name_run(members):
         broadcast_runs(members[0].folder, _configs(members), [])
@@ -262,7 +262,7 @@ def resume_together(folders: Sequence[Path], watches: Sequence[Watch], source: S
         if common:
             states = [load_checkpoint(p, member.experiment.setup) for p, member in zip(newest, members, strict=True)]
         for member, path in zip(members, newest, strict=False):  # there may be no checkpoint yet
-            run_folders.check_metrics(member.folder, numbers_of(path))
+            run_folders.check_metrics(member.folder, read_numbers(path))
         for member in members:
             run_folders.keep_metrics_until(member.folder, states[0].round if states else -1)
             keep_rounds_until(member.folder, states[0].round if states else -1)

@@ -6,11 +6,10 @@ from typing import NamedTuple
 import numpy as np
 
 from fedcpsl.config import Config
-from fedcpsl.data.datasets import find_dataset
 from fedcpsl.data.download import PUBLISHED
 from fedcpsl.data.federation import Federation
 from fedcpsl.data.ondemand import OnDemand
-from fedcpsl.data.sources import data_folders, load_federation, resolve_auto
+from fedcpsl.data.sources import data_folders, find_dataset, load_federation, resolve_auto
 from fedcpsl.data.split import LABELLED, UNLABELLED
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.runs.folder import read_manifest

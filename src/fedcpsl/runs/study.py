@@ -104,16 +104,7 @@ def find_study(name: str) -> Study:
 def read_study(path: Path) -> Study:
     """Read a study from its file and check every setting."""
     content, flat = _toml(path), partial(flat_settings, where=str(path))
-    for key, value in content.items():
-        if key not in KEYS:
-            raise InputError(f"{path}: {key}: no such key of a study; {did_you_mean(key, KEYS)}")
-        if not isinstance(value, KEYS[key]):
-            raise InputError(f"{path}: {key}: must be a {KEYS[key].__name__}")
-    for key in ("title", "bases", "rows"):
-        if not content.get(key):
-            raise InputError(f"{path}: a study needs {key}")
-    if content.get("shows", "curves") not in SHOWS:
-        raise InputError(f"{path}: shows = {content['shows']!r}: give one of {', '.join(SHOWS)}")
+    _check_keys(path, content)
     bases = {name: with_settings(Config(), read_config(path.parent / base)) for name, base in content["bases"].items()}
     chosen = _toml(path.parent / content["chosen"]) if "chosen" in content else {}
     rows, grids, only = {}, {}, {}
@@ -152,6 +143,19 @@ def read_study(path: Path) -> Study:
         needs=content.get("needs", False),
         only=only,
     )
+
+
+def _check_keys(path: Path, content: Mapping[str, Any]) -> None:
+    for key, value in content.items():
+        if key not in KEYS:
+            raise InputError(f"{path}: {key}: no such key of a study; {did_you_mean(key, KEYS)}")
+        if not isinstance(value, KEYS[key]):
+            raise InputError(f"{path}: {key}: must be a {KEYS[key].__name__}")
+    for key in ("title", "bases", "rows"):
+        if not content.get(key):
+            raise InputError(f"{path}: a study needs {key}")
+    if content.get("shows", "curves") not in SHOWS:
+        raise InputError(f"{path}: shows = {content['shows']!r}: give one of {', '.join(SHOWS)}")
 
 
 def lines_of(study: Study, dataset: str) -> list[Line]:

@@ -1,4 +1,8 @@
-"""After the local steps: what devices keep, and what each run's server counts."""
+"""After the local steps: what devices keep, what each run's server counts, and what both exchange once more.
+
+A server may ask some devices about some of their samples after it has aggregated (`probed`), or learn from samples of
+its own and reply in the same round to the devices that it counted (`replied`).
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -9,13 +13,17 @@ import torch
 from torch import Tensor
 
 from fedcpsl.algorithm import optional
-from fedcpsl.schedule import omega
+from fedcpsl.problem import Samples
+from fedcpsl.schedule import DeviceRound, Probe, draw_order, draw_probes, omega
+from fedcpsl.simulation.device_data import load_samples
 from fedcpsl.simulation.executors import Finished
-from fedcpsl.simulation.hardware import to_device
-from fedcpsl.simulation.round_request import RoundRequest, Slot, expanded, hyper_of
+from fedcpsl.simulation.minibatches import drawn_once
+from fedcpsl.simulation.round_request import RoundRequest, Slot, TrainingData, expanded, hyper_of
 from fedcpsl.simulation.state import State
-from fedcpsl.simulation.store import put
-from fedcpsl.trees import Tree, leaves, map_tensors, rebuilt
+from fedcpsl.simulation.store import put, to_device
+from fedcpsl.trees import Tree, bytes_of, leaves, map_tensors, rebuilt
+
+NOTHING = np.empty((1, 0), np.int64)
 
 
 class Received(NamedTuple):
@@ -125,3 +133,83 @@ def _sums(t: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
     if len(set(counts)) == 1:
         return t.view(len(counts), counts[0], *t.shape[1:]).sum(1).unbind()
     return [piece.sum(0) for piece in t.split(list(counts))]
+
+
+def probed(state: State, request: RoundRequest, data: TrainingData, probes: Sequence[Probe] | None) -> State:
+    """The state after the second exchange of the round before it, by a given schedule or the one that is drawn."""
+    terms, draw, round = state.setup.terms, state.setup.terms.method.traits.probe, state.round - 1
+    assert draw is not None
+    if probes is None:
+        probes = draw_probes(draw, terms.seed, round, terms.roster(round), terms.sizes, terms.work)
+    asked = [probe for probe in probes if probe.drawn.rows.size]  # who has no such samples has no answer
+    answering = [probe for probe in asked if not probe.lost]
+    sent = optional(terms.algorithm, "probe_broadcast")(terms.method, state.server)
+    state = state._replace(downlink_bytes=state.downlink_bytes + len(asked) * bytes_of(sent))
+    if not answering:
+        return state
+    uploads = _answers(state, request, data, answering, sent)
+    devices = torch.tensor([probe.device for probe in answering], device=state.setup.data.where)
+    one = bytes_of(map_tensors(lambda t: t[0], uploads))
+    server = optional(terms.algorithm, "probe_receive")(terms.method, state.server, devices, uploads)
+    return state._replace(server=server, uplink_bytes=state.uplink_bytes + len(asked) * one)
+
+
+def _answers(state: State, request: RoundRequest, data: TrainingData, probes: Sequence[Probe], sent: Tree) -> Tree:
+    """What the devices answer, [devices, ...], all at once or one after another."""
+    setup, draw = state.setup, state.setup.terms.method.traits.probe
+    assert draw is not None
+    if setup.data.supply and state.sparse:
+        which = [probe.device for probe in probes]
+        load_samples(setup.data, setup.data.supply, state.targets, state.sparse.nu, state.sparse.there, which)
+    slots = [
+        Slot(0, request, DeviceRound(probe.device, 1, NOTHING, NOTHING, extra={draw.name: probe.drawn}))
+        for probe in probes
+    ]
+    answer, method = optional(setup.terms.algorithm, "probe_upload"), setup.terms.method
+    if setup.machine.vectorised:
+        most = setup.machine.slots or len(slots)
+        pieces = [slots[first : first + most] for first in range(0, len(slots), most)]
+        each = [answer(method, hyper_of(piece), sent, drawn_once(draw, piece, data)) for piece in pieces]
+        together: Tree = map_tensors(lambda *t: torch.cat(t), *each)
+        return together
+    ones = []
+    for slot in slots:
+        hyper = map_tensors(lambda t: t[0], hyper_of([slot]))
+        ones.append(answer(method, hyper, sent, drawn_once(draw, [slot], data, 0)))
+    stacked: Tree = map_tensors(lambda *t: torch.stack(t), *ones)
+    return stacked
+
+
+def samples_at_server(state: State) -> tuple[Samples, ...]:
+    """What `receive` is given beside the uploads: the server's samples in the round's order; nothing for most."""
+    terms, held = state.setup.terms, state.setup.data.server_source
+    if not terms.method.traits.server_data:
+        return ()
+    assert held is not None, "a run without them is refused when it is prepared"
+    return (state.setup.data.server_samples(draw_order(terms.seed, "server", len(held), state.round)),)
+
+
+def replied(state: State, request: RoundRequest) -> State:
+    """The state once the devices that were counted in the round before it have used the server's reply."""
+    terms, round = state.setup.terms, state.round - 1
+    reply_each, use_reply = (optional(terms.algorithm, name) for name in ("reply_each", "use_reply"))
+    counted = [task.device for task in request.plan if not task.lost]
+    if reply_each is None or not counted:
+        return state
+    where = state.setup.data.where
+    replies = reply_each(terms.method, state.server, torch.tensor(counted, device=where))
+    kept = []
+    for row, device in enumerate(counted):
+        reply = map_tensors(lambda t, i=row: t[i], replies)
+        labelled = _in_drawn_order(state.setup.data.labelled_samples(device), terms.seed, round, device)
+        kept.append(use_reply(terms.method, state.hyper(device), reply, state.device(device), labelled))
+    put(state.devices, state.sparse, counted, map_tensors(lambda *t: torch.stack(t), *kept))
+    sent = len(counted) * bytes_of(map_tensors(lambda t: t[0], replies))
+    return state._replace(downlink_bytes=state.downlink_bytes + sent)
+
+
+def _in_drawn_order(labelled: Samples, seed: int, round: int, device: int) -> Samples:
+    order = torch.from_numpy(draw_order(seed, "replies", len(labelled.target), round, device)).to(
+        labelled.target.device
+    )
+    return labelled._replace(x=labelled.x[order], target=labelled.target[order])

@@ -14,10 +14,10 @@ from torch import Tensor
 from fedcpsl.algorithm import Algorithm, Method, alike, merged_method
 from fedcpsl.device_round import begun, device_round, prepared, reviewed, visit_if_needed
 from fedcpsl.schedule import DeviceRound
-from fedcpsl.simulation.hardware import to_device
 from fedcpsl.simulation.minibatches import BatchPlan, batch_plan, drawn_for_visit, minibatches, renew_labels, visits
 from fedcpsl.simulation.round_request import RoundRequest, Slot, TrainingData, hyper_of, states_of
 from fedcpsl.simulation.setup import Setup
+from fedcpsl.simulation.store import to_device
 from fedcpsl.trees import Tree, leaves, map_tensors
 
 

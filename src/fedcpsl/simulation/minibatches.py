@@ -14,8 +14,8 @@ from fedcpsl.device_round import is_relabelled, relabelled
 from fedcpsl.problem import Samples
 from fedcpsl.schedule import DeviceRound, Draw, draw_shape
 from fedcpsl.simulation.device_data import normalise
-from fedcpsl.simulation.hardware import to_device
 from fedcpsl.simulation.round_request import RoundRequest, Slot, TrainingData, hyper_of, states_of
+from fedcpsl.simulation.store import to_device
 from fedcpsl.trees import map_tensors
 from fedcpsl.views import Views, viewed, views_for
 

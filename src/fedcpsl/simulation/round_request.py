@@ -10,9 +10,8 @@ from torch import Tensor
 from fedcpsl.algorithm import optional
 from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation.device_data import DeviceData
-from fedcpsl.simulation.hardware import to_device
 from fedcpsl.simulation.setup import Setup
-from fedcpsl.simulation.store import Sparse, rows_of
+from fedcpsl.simulation.store import Sparse, device_rows, to_device
 from fedcpsl.trees import Tree, map_tensors, rebuilt
 
 
@@ -117,7 +116,7 @@ def states_of(slots: Sequence[Slot]) -> tuple[Tree, Tree]:
     if len(requests) == 1:
         (request,) = requests.values()
         which = [slot.task.device for slot in slots]
-        return rows_of(request.devices, to_device(which, where)), request.broadcast_to_each(which)
+        return device_rows(request.devices, to_device(which, where)), request.broadcast_to_each(which)
     by_run = sorted(range(len(slots)), key=lambda i: slots[i].run)
     back = to_device(np.argsort(by_run), where)
     counts = [sum(slot.run == run for slot in slots) for run in requests]
@@ -128,7 +127,7 @@ def states_of(slots: Sequence[Slot]) -> tuple[Tree, Tree]:
         full = [piece if piece.shape[1:] == shape else piece.new_zeros(len(piece), *shape) for piece in pieces]
         return torch.cat(full)[back]
 
-    kept = [rows_of(a.devices, i) for a, i in zip(requests.values(), mine, strict=True)]
+    kept = [device_rows(a.devices, i) for a, i in zip(requests.values(), mine, strict=True)]
     each = [[slots[i].task.device for i in by_run if slots[i].run == run] for run in requests]
     sent = [expanded(a, devices) for a, devices in zip(requests.values(), each, strict=True)]
     return map_tensors(joined, *kept), map_tensors(joined, *sent)

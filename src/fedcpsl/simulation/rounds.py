@@ -12,12 +12,10 @@ from fedcpsl.edge.quantise import quantised_uploads
 from fedcpsl.edge.state import copied
 from fedcpsl.errors import InputError
 from fedcpsl.schedule import DeviceRound, Probe, draw_active, draw_by_weight, draw_numbers, draw_tasks
-from fedcpsl.simulation.aggregation import Received, keep_and_count
+from fedcpsl.simulation.aggregation import Received, keep_and_count, probed, replied, samples_at_server
 from fedcpsl.simulation.edge import draw_there, played
 from fedcpsl.simulation.executors import Finished, LocalRounds, local_rounds
 from fedcpsl.simulation.flight import begun, landed
-from fedcpsl.simulation.probes import probed
-from fedcpsl.simulation.replies import replied, samples_at_server
 from fedcpsl.simulation.round_request import RoundRequest, TrainingData, broadcasts_to, joint_data, training_data_of
 from fedcpsl.simulation.setup import Setup
 from fedcpsl.simulation.state import COUNT_BYTES, FiniteCheck, State, initial_state, knowing_labels, load, unload
@@ -163,20 +161,9 @@ def next_states(
         _request(state, plan or (), first) for state, plan, first in zip(states, plans, first_rows, strict=False)
     ]
     all_finished = [_as_sent(states[finished.run], finished) for finished in run(requests, data)]
-    raise_if_not_finite(
-        states
-    )  # the round before is done by now; whatever is not finite in this one is found in the next
+    raise_if_not_finite(states)  # the round before is done by now; what is not finite in this one is found in the next
     states, counting, arrived = _arrivals(states, plans, requests, all_finished)
-    totals: list[Tree | None] = [None] * len(states)
-    ours = [False] * len(states)  # whether a total is memory of our own, to be added to in place
-    for counted_in, counted in keep_and_count(states, counting, arrived):
-        before = totals[counted_in]
-        if isinstance(before, list):
-            counted = before + counted
-        elif before is not None:
-            add = torch.Tensor.add_ if ours[counted_in] else torch.add
-            counted, ours[counted_in] = map_tensors(add, before, counted), True
-        totals[counted_in] = counted
+    totals = _totals(states, counting, arrived)
     after = []
     for run_number, (state, plan, request, total) in enumerate(zip(states, plans, requests, totals, strict=True)):
         own = [finished for finished in arrived if finished.run == run_number]
@@ -192,6 +179,23 @@ def next_states(
     if not data.targets.is_cuda:
         raise_if_not_finite(after)
     return after
+
+
+def _totals(
+    states: Sequence[State], requests: Sequence[RoundRequest], arrived: Sequence[Finished]
+) -> list[Tree | None]:
+    """What every run's server counts, summed up in device order; None where nothing arrived."""
+    totals: list[Tree | None] = [None] * len(states)
+    ours = [False] * len(states)  # whether a total is memory of our own, to be added to in place
+    for counted_in, counted in keep_and_count(states, requests, arrived):
+        before = totals[counted_in]
+        if isinstance(before, list):
+            counted = before + counted
+        elif before is not None:
+            add = torch.Tensor.add_ if ours[counted_in] else torch.add
+            counted, ours[counted_in] = map_tensors(add, before, counted), True
+        totals[counted_in] = counted
+    return totals
 
 
 def _as_sent(state: State, finished: Finished) -> Finished:

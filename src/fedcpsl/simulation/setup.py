@@ -1,4 +1,4 @@
-"""From a federation, a model and settings to everything that stays fixed during a run."""
+"""From a federation, a model and settings to everything that stays fixed during a run, and what it is computed on."""
 
 import sys
 from copy import copy
@@ -25,9 +25,9 @@ from fedcpsl.errors import InputError
 from fedcpsl.methods import check_recordings, numbers_of, resolved
 from fedcpsl.problem import Costs
 from fedcpsl.simulation.device_data import DeviceData, device_data_of
-from fedcpsl.simulation.hardware import choose_device, choose_dtype, has_gpu, set_precision
 from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.store import choose_store
+from fedcpsl.torchrun import local_rank
 from fedcpsl.trees import Tree, bytes_of, map_tensors
 
 
@@ -181,7 +181,7 @@ def prepare(
     """
     algorithm, work, run = algorithm or settings.Algorithm(), work or settings.Work(), run or settings.Run()
     for section, values in (("algorithm", algorithm), ("work", work), ("run", run)):
-        settings.check(section, values)
+        settings.check_section(section, values)
     algorithm = replace(algorithm, eta=choose_eta(algorithm.eta, "", "epochs"))
     traits = traits_of(algorithm.name)
     device = choose_device(run.device)
@@ -230,7 +230,7 @@ def prepare(
         return setup
     from fedcpsl.simulation.edge import with_edge  # which counts what a device does, with all that this module prepares
 
-    settings.check("edge", edge)
+    settings.check_section("edge", edge)
     return with_edge(setup, edge)
 
 
@@ -315,3 +315,47 @@ def _joins(work: settings.Work, devices: int) -> NDArray[np.int64]:
     joins = np.zeros(devices, np.int64)
     joins[devices - work.joiners :] = work.join_round
     return joins
+
+
+def has_gpu() -> bool:
+    """Whether there is a GPU, used or not."""
+    return torch.cuda.is_available()
+
+
+def choose_device(name: str) -> torch.device:
+    """Where to compute; auto is cuda where there is one, else the cpu."""
+    if name == settings.AUTO:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"run.device = {name!r}: no such device; give cpu, cuda, cuda:1, ... or mps") from None
+    present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not present.get(device.type, False):
+        raise InputError(f"run.device = {name!r}: this machine has none that PyTorch can use; give cpu")
+    return _own_gpu(device) if device.type == "cuda" else device
+
+
+def _own_gpu(device: torch.device) -> torch.device:
+    """The GPU by its number. Every rank of a machine takes that of its own, from the first again if there are few."""
+    if world()[1] == 1:
+        return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+    if device.index is not None:
+        raise InputError(f'run.device = "{device}": each rank takes a GPU of its own; give cuda')
+    own = torch.device("cuda", local_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(own)
+    return own
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "float64" and device.type == "mps":
+        raise InputError('run.dtype = "float64": mps has no float64; give float32, or run.device = "cpu"')
+    return torch.float64 if name == "float64" else torch.float32
+
+
+def set_precision(name: str, device: torch.device) -> None:
+    """Whether a GPU may round float32 factors to TF32; PyTorch by itself lets convolutions do so."""
+    if name != "ieee" and device.type != "cuda":
+        raise InputError(f'run.precision = "{name}": is a way in which an NVIDIA GPU multiplies; give ieee')
+    torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
+    torch.backends.cudnn.allow_tf32 = name == "tf32"

@@ -1,4 +1,4 @@
-"""Where device states live: on the accelerator, in host memory or on disk, and what of them is there."""
+"""Where device states live: on the accelerator, in host memory or on disk, what of them is there, and the way there."""
 
 import mmap
 import os
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from errno import ENOSPC
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,12 +18,20 @@ from torch import Tensor
 
 from fedcpsl.errors import RunError
 from fedcpsl.settings import AUTO
-from fedcpsl.simulation.hardware import to_device
 from fedcpsl.trees import Tree, leaves, map_tensors
 
 SHARE = 0.5  # of the accelerator's free memory that all states may take
 HOST_SHARE = 0.25  # the same of the host's: what is on disk is kept in free memory as well, and can be given up
 NO_RESERVE = 0x4000  # Linux: memory counts once it is used
+
+
+def to_device(values: Any, where: torch.device) -> Tensor:
+    """A list or array as a tensor on a device.
+
+    To a GPU it goes from pinned memory: else the host would wait until the GPU has done all that it was given before.
+    """
+    tensor = torch.as_tensor(values)
+    return tensor.pin_memory().to(where, non_blocking=True) if where.type == "cuda" else tensor.to(where)
 
 
 class Map(NamedTuple):
@@ -155,7 +163,7 @@ def put_rows(kept: Tensor, behind: Map | None, which: Sequence[int], values: Ten
         kept[to_device(list(which), kept.device)] = values.to(kept.device)
 
 
-def rows_of(devices: Tree, index: Tensor) -> Tree:
+def device_rows(devices: Tree, index: Tensor) -> Tree:
     """The states of some devices, where the index is."""
     return map_tensors(lambda t: t[index.to(t.device)].to(index.device), devices)
 

@@ -1,4 +1,4 @@
-"""The scikit-learn estimator; training and prediction are in `learning`."""
+"""The scikit-learn estimator, with labels and devices as users give them; training and prediction are in `learning`."""
 
 import sys
 import warnings
@@ -21,8 +21,10 @@ from fedcpsl.config import AUTO, Config, algorithm_settings, with_settings
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.settings import DEFAULT_ALGORITHM
 from fedcpsl.sklearn.learning import Learnt, MakeModel, learn, probabilities
-from fedcpsl.sklearn.targets import device_names, known_labels, places, refuse_text, refuse_unseen, with_marks
 
+UNLABELLED = -1
+MISSING = ("None", "nan", "NaT", "<NA>")  # missing values as text
+UNLABELLED_TEXTS = ("-1", "")
 SEEDS = 2**31 - 1
 NUMBERS = ("beta", "eta", "eta_lc", "gamma", "alpha_p", "alpha_r")  # parameters that are the algorithm's settings
 NO_DEVICE = (
@@ -31,6 +33,100 @@ NO_DEVICE = (
     "with estimator.set_fit_request(device=True).set_predict_request(device=True)"
     ".set_predict_proba_request(device=True).set_score_request(device=True)"
 )
+
+
+def with_marks(y: Any) -> Any:
+    """Return labels as an array with -1 for unlabelled: -1 or missing, or as text "-1" or empty."""
+    if y is None:
+        return None
+    y = np.asarray(y)
+    if y.dtype.kind == "f":
+        missing = np.isnan(y)
+        filled = np.where(missing, UNLABELLED, y)
+        return filled.astype(np.int64) if missing.any() and _is_whole(filled) else filled
+    if y.dtype.kind == "U":
+        y = y.astype(object) if np.isin(y, UNLABELLED_TEXTS).any() else y
+    if y.dtype != object:
+        return y
+    marks = np.array([_is_mark(value) for value in y.ravel().tolist()], bool).reshape(y.shape)
+    return np.where(marks, UNLABELLED, y)
+
+
+def known_labels(y: NDArray[Any]) -> tuple[NDArray[np.bool_], NDArray[Any]]:
+    """Return which labels are known, and the known ones: as text, or as numbers of one type."""
+    if y.dtype != object:
+        known = y != UNLABELLED if y.dtype.kind in "iuf" else np.ones(y.shape, bool)
+        return known, y[known]
+    known = np.array([isinstance(value, str) or value != UNLABELLED for value in y.tolist()], bool)
+    return known, _of_one_type(y[known], "y")
+
+
+def sample_devices(device: Any, samples: int) -> NDArray[Any]:
+    """Return the device of every sample, as text or numbers."""
+    given = np.asarray(device)
+    if given.shape != (samples,):
+        raise ValueError(f"device has shape {list(given.shape)} where X has {samples} samples: give one per sample")
+    if given.dtype.kind in "fO":
+        missing = [row for row, name in enumerate(given.tolist()) if _is_missing(name)]
+        if missing:
+            raise ValueError(f"device is missing in row {missing[0]}: name the device of every sample")
+    return _of_one_type(given, "device") if given.dtype == object else given
+
+
+def places(names: NDArray[Any], known: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the index of every name among the known ones; -1 if it is unknown."""
+    place = {name: i for i, name in enumerate(known.tolist())}
+    return np.array([place.get(name, -1) for name in names.tolist()], np.int64)
+
+
+def refuse_unseen(names: NDArray[Any], owner: NDArray[np.int64], known: NDArray[Any]) -> None:
+    """Raise ValueError for a device that was not in fit."""
+    unseen = names[owner < 0].tolist()
+    if unseen:
+        raise ValueError(
+            f"device {unseen[0]!r} was not in fit; {did_you_mean(str(unseen[0]), map(str, known.tolist()))} "
+            'Leave device out, or give unseen="global", to use the global model'
+        )
+
+
+def refuse_text(x: Any) -> None:
+    """Raise ValueError for the first column of a frame that has text in it."""
+    for name in getattr(x, "columns", ()):
+        words = [value for value in np.asarray(x[name]).tolist() if isinstance(value, str) and not _is_number(value)]
+        if words:
+            fix = "encode it, or leave it out; the samples' devices go into device="
+            raise ValueError(f"column {name!r} of X could not be converted: it has text such as {words[0]!r}; {fix}")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_mark(value: Any) -> bool:
+    if isinstance(value, str):
+        return value in UNLABELLED_TEXTS
+    return _is_missing(value) or value == UNLABELLED
+
+
+def _is_missing(value: Any) -> bool:
+    return not isinstance(value, str) and str(value) in MISSING
+
+
+def _is_whole(y: NDArray[Any]) -> bool:
+    return bool(np.isfinite(y).all() and (np.floor(y) == y).all())
+
+
+def _of_one_type(values: NDArray[Any], name: str) -> NDArray[Any]:
+    texts = [isinstance(value, str) for value in values.tolist()]
+    if all(texts):
+        return values
+    if any(texts):
+        raise ValueError(f"{name} has both text and {values.tolist()[texts.index(False)]!r}: give one kind")
+    return np.array(values.tolist())
 
 
 class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
@@ -132,7 +228,7 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             raise ValueError(f"only one class has labels, {only!r}; give at least two (-1 means unlabelled)")
         numbers = np.full(len(y), -1, np.int64)
         numbers[known] = codes
-        names = np.zeros(len(x), np.int64) if device is None else device_names(device, len(x))
+        names = np.zeros(len(x), np.int64) if device is None else sample_devices(device, len(x))
         self.devices_, owner = np.unique(names, return_inverse=True)
         with _value_errors():
             config = self._config(len(self.devices_))
@@ -188,7 +284,7 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             "confusion": confusion_matrix(labels, given, labels=self.classes_),
         }
         if device is not None and not isinstance(device, str):
-            names = device_names(device, len(predicted))[known]
+            names = sample_devices(device, len(predicted))[known]
             of_each = {name: right[names == name] for name in np.unique(names)}
             report["devices"] = {n: {"accuracy": float(r.mean()), "samples": len(r)} for n, r in of_each.items()}
         return report
@@ -260,7 +356,7 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             return np.full(samples, 0 if alone else -1, np.int64)
         if device is None:
             raise ValueError(f"{self.learnt_.settings.name} has no global model: give the samples' devices, device=")
-        names = device_names(device, samples)
+        names = sample_devices(device, samples)
         owner = places(names, self.devices_)
         if alone or self.unseen != "global":
             refuse_unseen(names, owner, self.devices_)

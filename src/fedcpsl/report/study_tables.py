@@ -1,51 +1,163 @@
-"""What a study of edge networks shows besides accuracies: virtual time, energy, bytes, lost uploads, far devices."""
+"""The tables of a study, rows by panels, and what they show beside accuracies.
 
+That is what its algorithms need, and in edge networks virtual time, energy, bytes, lost uploads and far devices.
+"""
+
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcpsl.algorithm import optional
+from fedcpsl.algorithms import find_algorithm, traits_of
+from fedcpsl.errors import InputError
 from fedcpsl.report.edge_pictures import halves
-from fedcpsl.report.study_matrix import Cell, Matrix, matrix_of, with_half
-from fedcpsl.report.summary_tables import OUTCOMES
-from fedcpsl.report.tables import duration, joules, size
+from fedcpsl.report.tables import OUTCOMES, duration, joules, size
 from fedcpsl.runs.comparison import Interval, interval
 from fedcpsl.runs.edge_files import read_devices
-from fedcpsl.runs.folder import Metrics, is_finished, read_metrics
-from fedcpsl.runs.result_tables import read_device_table
-from fedcpsl.runs.study import Study
+from fedcpsl.runs.folder import Metrics, is_finished, read_device_table, read_metrics
+from fedcpsl.runs.study import Line, Study
+from fedcpsl.settings import toml_value
+from fedcpsl.storage import write_whole
 
+ResultRows = Sequence[Mapping[str, Any]]  # rows of `fedcpsl.runs.comparison.final_row`
+NEEDS_HEAD = ["gradients", "down", "up", "kept", "bytes down", "up", "kept", "learns from", "server", "chosen"]
+NEEDS_CAPTION = (
+    "What each needs. Gradients: of a step. Down, up: models that an active device receives and sends in a round, and "
+    "bytes of a whole run; kept: what a device keeps from round to round, in models and in bytes. Learns from: L "
+    "labels, U unlabelled samples, V views of them, T their order in time, S labelled samples at the server. Server: "
+    "adds updates up, or sees whose is whose. Chosen: the settings that were tuned for this data set."
+)
 MAX_POINTS = 60  # of a curve
 COSTS = {"seconds": "virtual time, s", "joules": "energy, J"}
-Runs = Sequence[Mapping[str, Any]]
 
 
-def has_edge(runs: Runs) -> bool:
+class CaseResults(NamedTuple):
+    """A case of a study and the results of its runs, one per seed."""
+
+    line: Line
+    folders: list[Path]
+    runs: list[dict[str, Any]]
+
+
+class Matrix(NamedTuple):
+    """A table of a study: rows by panels."""
+
+    caption: str
+    head: list[str]
+    rows: list[list[str]]
+
+
+def study_matrix(
+    study: Study,
+    by_place: Mapping[tuple[str, str], CaseResults],
+    caption: str,
+    text: Callable[[CaseResults], str],
+    leave_out: str = "",
+) -> Matrix:
+    """Return a table with the text of every cell; the row `leave_out` is not in it."""
+    shown = [row for row in study.rows if row != leave_out]
+    rows = [[row, *(text(by_place[panel, row]) for panel in study.panels)] for row in shown]
+    return Matrix(caption, ["", *(panel or "accuracy" for panel in study.panels)], rows)
+
+
+def with_half(found: Interval | None, sign: str) -> str:
+    """Return a mean in % and half of its interval."""
+    if found is None or found["mean"] is None:
+        return "-"
+    half = "" if found["half_width"] is None else f" ± {100 * found['half_width']:.2f}"
+    return f"{100 * found['mean']:{sign}.2f}{half}"
+
+
+def learns_from(algorithm: str) -> str:
+    """Return which samples an algorithm learns from, as letters."""
+    traits = traits_of(algorithm)
+    runs = any(draw.of == "runs" for draw in traits.draws)
+    used = {"L": True, "U": traits.unlabelled, "V": bool(traits.views), "T": runs, "S": traits.server_data}
+    return " ".join(letter for letter, there in used.items() if there)
+
+
+def server_of(algorithm: str) -> str:
+    """Return what an algorithm's server must see."""
+    if traits_of(algorithm).alone:
+        return "none"
+    return "sees" if optional(find_algorithm(algorithm)[0], "receive") else "adds"
+
+
+def needs_of(runs: ResultRows, chosen: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the columns of `NEEDS_HEAD` for one case; `chosen` has the settings that were tuned, by algorithm."""
+    algorithm = next((run["algorithm"] for run in runs if run["algorithm"]), None)
+    if algorithm is None:
+        return ["-"] * len(NEEDS_HEAD)
+    settings = [f"{key.partition('.')[2]} {value}" for key, value in chosen.get(algorithm, {}).items()]
+    gradients, *models = (_mean(runs, k) for k in ("gradients_per_step", "models_down", "models_up", "models_kept"))
+    return [
+        "-" if gradients is None else f"{gradients:.0f}",
+        *("-" if mean is None else f"{mean:.2f}" for mean in models),
+        *(size(_mean(runs, key)) for key in ("downlink_bytes", "uplink_bytes", "device_bytes")),
+        learns_from(algorithm),
+        server_of(algorithm),
+        ", ".join(settings) or "defaults",
+    ]
+
+
+def _mean(runs: ResultRows, key: str) -> float | None:
+    known = [run[key] for run in runs if run[key] is not None]
+    return float(np.mean(known)) if known else None
+
+
+def write_choice(path: Path, dataset: str, best: Mapping[str, Mapping[str, Any]], made_by: str) -> None:
+    """Write the best point of every algorithm on one data set; what the file has of others stays."""
+    try:
+        known = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"--choose {path}: cannot be read as TOML: {error}") from error
+    lines = [f"# The best points of `{made_by}`, by mean accuracy on validation samples over its seeds."]
+    for name, of in (known | {dataset: {a: nested(point) for a, point in best.items()}}).items():
+        for algorithm, sections in of.items():
+            lines.append(f"[{name}.{algorithm}]")
+            for section, values in sections.items():
+                given = ", ".join(f"{key} = {toml_value(value)}" for key, value in values.items())
+                lines.append(f"{section} = {{ {given} }}")
+    write_whole(path, "\n".join(lines) + "\n")
+
+
+def nested(point: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return settings by section."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in point.items():
+        section, _, name = key.partition(".")
+        found.setdefault(section, {})[name] = value
+    return found
+
+
+def has_edge(runs: ResultRows) -> bool:
     """Return whether some of these runs had an edge network."""
     return any("edge_seconds" in run for run in runs)
 
 
-def edge_tables(study: Study, by_place: Mapping[tuple[str, str], Cell]) -> list[Matrix]:
+def edge_tables(study: Study, by_place: Mapping[tuple[str, str], CaseResults]) -> list[Matrix]:
     """Return tables of virtual time, energy and bytes, of uploads and steps, and of far devices if some were lost."""
     caption = "Virtual time, energy and bytes sent of a run, mean over seeds."
-    tables = [matrix_of(study, by_place, caption, lambda cell: spent(cell.runs))]
+    tables = [study_matrix(study, by_place, caption, lambda cell: spent(cell.runs))]
     caption = "Uploads counted, % of those drawn, and local steps done, % of those planned."
-    tables.append(matrix_of(study, by_place, caption, lambda cell: counted(cell.folders)))
+    tables.append(study_matrix(study, by_place, caption, lambda cell: counted(cell.folders)))
     if any(loses(cell.folders) for cell in by_place.values()):
         tables.append(_far_devices(study, by_place))
     return tables
 
 
-def _far_devices(study: Study, by_place: Mapping[tuple[str, str], Cell]) -> Matrix:
+def _far_devices(study: Study, by_place: Mapping[tuple[str, str], CaseResults]) -> Matrix:
     """Return how far devices fare worse than near ones, beside the first row of the same algorithm."""
     firsts: dict[str, str] = {}
     for row, settings in study.rows.items():
         firsts.setdefault(settings.get("algorithm.name", ""), row)
 
-    def behind(cell: Cell) -> str:
+    def behind(cell: CaseResults) -> str:
         first = by_place[cell.line.panel, firsts[study.rows[cell.line.row].get("algorithm.name", "")]]
         if cell is first or len(cell.folders) != len(first.folders):
             return "-"
@@ -55,10 +167,10 @@ def _far_devices(study: Study, by_place: Mapping[tuple[str, str], Cell]) -> Matr
         "The global model on the half of the devices with the larger path losses, less that on the other half, in "
         "points, less the same of the first row with that algorithm, paired by seed."
     )
-    return matrix_of(study, by_place, caption, behind)
+    return study_matrix(study, by_place, caption, behind)
 
 
-def spent(runs: Runs) -> str:
+def spent(runs: ResultRows) -> str:
     """Return virtual time, energy and bytes sent of a run, means over seeds."""
     known = [run for run in runs if "edge_seconds" in run]
     if not known:
@@ -68,7 +180,7 @@ def spent(runs: Runs) -> str:
     return ", ".join([*texts, size(float(np.mean([run["uplink_bytes"] for run in known])))])
 
 
-def costs_until(runs: Runs, k: int) -> str:
+def costs_until(runs: ResultRows, k: int) -> str:
     """Return the virtual time, energy and bytes of the runs that reached an accuracy; nothing without edge networks."""
     known = [run for run in runs if run["reach_rounds"][k] is not None]
     if not all("reach_joules" in run for run in known):
@@ -143,7 +255,7 @@ def curve_by(folders: Sequence[Path], cost: str) -> tuple[list[float], NDArray[n
     return costs.tolist(), np.array(means, float)  # NaN where no device has a test set
 
 
-def cost_curves(study: Study, cells: Sequence[Cell]) -> dict[str, dict[str, dict[str, Any]]]:
+def cost_curves(study: Study, cells: Sequence[CaseResults]) -> dict[str, dict[str, dict[str, Any]]]:
     """Return for every row and cost the curves of its panels."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for row, cost in product(study.rows, COSTS):

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from fedcpsl.engine.memo import cache_last_call
+from fedcpsl.engine.leafwise import cache_last_call
 
 
 def test_the_same_objects_are_answered_without_work():
