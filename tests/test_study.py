@@ -18,6 +18,7 @@ from fedcpsl.runs.study import (
     known_studies,
     lines_of,
     on_dataset,
+    only_some,
     paper_studies,
     plan_of,
     read_study,
@@ -307,6 +308,20 @@ def test_settings_that_are_refused_can_be_corrected(desk):
     refused = fedcpsl(*arguments, "--precision", "tf32", cwd=desk)
     assert (refused.returncode, "give ieee" in refused.stderr) == (2, True)
     assert fedcpsl(*arguments, "--precision", "ieee", cwd=desk).returncode == 0
+
+
+def test_some_rows_and_panels_of_a_study(desk):
+    study = read_study(desk / "pair.toml")
+    row, panel = list(study.rows)[-1], next(iter(study.panels))
+    some = only_some(study, [row], [panel])
+    assert ({line.row for line in lines_of(some, "digits")}, some.reference) == ({row}, row)
+    assert {line.panel for line in lines_of(some, "digits")} == {panel}
+    assert only_some(study, [], []) == study
+    listed = fedcpsl("paper", "pair.toml", "--rows", row, "--panels", panel, "--dry-run", "--seeds", "1", cwd=desk)
+    assert (listed.returncode, "1 runs, 1 to do" in listed.stdout) == (0, True)
+    wrong = fedcpsl("paper", "pair.toml", "--rows", row + "s", cwd=desk)
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+    assert f"--rows {row}s: not in the study pair; did you mean {row}" in wrong.stderr.replace("'", "")
 
 
 def test_runs_with_other_settings_are_not_mixed(desk):

@@ -26,10 +26,18 @@ from fedcpsl.torchrun import place, way_on
 if TYPE_CHECKING:
     from fedcpsl.config import Config
     from fedcpsl.runs.comparison import Plan
+    from fedcpsl.runs.study import Study
 
 BASE_SETTINGS = {f"algorithm.{f.name}" for f in fields(Algorithm)}  # of the config that all algorithms share
 PAPERS = ("fedcpsl", "apfsl", "apfl", "fedshvrp", "fedshvr", "local")
 ALGORITHMS = ",".join(dict.fromkeys((DEFAULT_ALGORITHM, *PAPERS)))
+PAPER = "table, beta, momentum, shvr, apfl, hlu, or all of these"
+OTHERS = (
+    "successor, successor-tune, successor-parts, successor-labels, successor-classes, successor-dirichlet, "
+    "successor-foreign; related, related-tune; tune; labels, ablation, parts, classes, dirichlet, shards, gap; har, "
+    "har-tune, har-steps; edge (edge-active, edge-deadline, edge-bandwidth, edge-bits); other papers' numbers: "
+    "fedavg-mnist, fedavg-mnist-eta, pfedme-mnist, fedavg-cifar10, feddyn-cifar10"
+)
 
 
 def add_compare(commands: Any) -> None:
@@ -237,18 +245,6 @@ def _grid(listed: Sequence[str]) -> dict[str, list[Any]]:
     return grid
 
 
-if TYPE_CHECKING:
-    from fedcpsl.runs.study import Study
-
-PAPER = "table, beta, momentum, shvr, apfl, hlu, or all of these"
-OTHERS = (
-    "successor, successor-tune, successor-parts, successor-labels, successor-classes, successor-dirichlet, "
-    "successor-foreign; related, related-tune; tune; labels, ablation, parts, classes, dirichlet, shards, gap; har, "
-    "har-tune, har-steps; edge (edge-active, edge-deadline, edge-bandwidth, edge-bits); other papers' numbers: "
-    "fedavg-mnist, fedavg-mnist-eta, pfedme-mnist, fedavg-cifar10, feddyn-cifar10"
-)
-
-
 def add_paper(commands: Any) -> None:
     paper = commands.add_parser(
         "paper",
@@ -264,6 +260,14 @@ def add_paper(commands: Any) -> None:
     )
     paper.add_argument("--seeds", type=int, metavar="N", help="how many seeds [as the study says, mostly 5]")
     paper.add_argument("--out", type=Path, default=Path("runs/paper"), metavar="FOLDER", help="[runs/paper]")
+    for part in ("rows", "panels"):
+        paper.add_argument(
+            f"--{part}",
+            action="append",
+            default=[],
+            metavar="NAME",
+            help=f"only these {part}; repeat it for several [all]",
+        )
     paper.add_argument("--partial", action="store_true", help="run nothing; write the results of finished runs")
     paper.add_argument(
         "--choose",
@@ -277,7 +281,7 @@ def add_paper(commands: Any) -> None:
 
 
 def _paper(parsed: argparse.Namespace) -> int:
-    from fedcpsl.runs.study import edge_studies, find_study, on_dataset, paper_studies, together, with_more
+    from fedcpsl.runs.study import edge_studies, find_study, on_dataset, only_some, paper_studies, together, with_more
 
     if parsed.seeds is not None and parsed.seeds < 1:
         raise InputError(f"--seeds {parsed.seeds}: give a whole number of at least 1")
@@ -292,7 +296,8 @@ def _paper(parsed: argparse.Namespace) -> int:
         selected = [study for study in studies if name in (study.bases if dataset else study.datasets)]
         if not selected:
             raise InputError(f"--dataset {name}: none of these studies has it; they have {', '.join(studies[0].bases)}")
-        for group in together([on_dataset(study, name) for study in selected], name):
+        selected = [only_some(on_dataset(study, name), parsed.rows, parsed.panels) for study in selected]
+        for group in together(selected, name):
             code = _run(parsed, group, name)
             if code:
                 return code

@@ -182,6 +182,23 @@ def on_dataset(study: Study, dataset: str) -> Study:
     return study._replace(panels=study.dataset_panels.get(dataset, study.panels), rows=rows)
 
 
+def only_some(study: Study, rows: Sequence[str], panels: Sequence[str]) -> Study:
+    """Return the study with some of its rows and panels; an empty list stands for all of them.
+
+    Where the row that others are compared with is not among them, it is the first of them.
+    """
+    for option, given, known in (("--rows", rows, study.rows), ("--panels", panels, study.panels)):
+        for name in given:
+            if name not in known:
+                raise InputError(f"{option} {name}: not in the study {study.name}; {did_you_mean(name, known)}")
+    kept = {name: settings for name, settings in study.rows.items() if not rows or name in rows}
+    return study._replace(
+        rows=kept,
+        panels={name: settings for name, settings in study.panels.items() if not panels or name in panels},
+        reference=study.reference if study.reference in kept else next(iter(kept)),
+    )
+
+
 def with_more(study: Study, settings: Mapping[str, Any]) -> Study:
     """Return the study with other settings in its base configs; those of its cases override them."""
     return study._replace(bases={name: with_settings(base, settings) for name, base in study.bases.items()})
