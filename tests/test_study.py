@@ -12,6 +12,7 @@ import torch
 from fedcpsl.algorithms import members
 from fedcpsl.config import with_settings
 from fedcpsl.errors import InputError
+from fedcpsl.report.figures import final_accuracies
 from fedcpsl.runs import run_groups
 from fedcpsl.runs.study import (
     find_study,
@@ -308,6 +309,15 @@ def test_settings_that_are_refused_can_be_corrected(desk):
     refused = fedcpsl(*arguments, "--precision", "tf32", cwd=desk)
     assert (refused.returncode, "give ieee" in refused.stderr) == (2, True)
     assert fedcpsl(*arguments, "--precision", "ieee", cwd=desk).returncode == 0
+
+
+def test_many_rows_are_drawn_by_how_they_end():
+    """Curves of so many rows could not be told apart: a line for each, the best first."""
+    ends = {f"row {k}": (50.0 + k, 1.0, 40.0 if k % 2 else None) for k in range(13)}
+    picture = final_accuracies({"m = 2": ends})
+    places = [picture.index(f">{name}<") for name in reversed(ends)]
+    assert places == sorted(places, reverse=True)
+    assert "worst tenth of devices" in picture
 
 
 def test_some_rows_and_panels_of_a_study(desk):

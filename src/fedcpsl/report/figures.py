@@ -71,7 +71,37 @@ def panels_of_curves(panels: Mapping[str, Mapping[str, tuple[Sequence[int], Any]
         _draw_curves(axes, curves)
         axes.set(title=title)
         axes.title.set_color(GREY)
-    return _on_one_scale(figure, grid, 4)
+    return _on_one_scale(figure, grid, 2 * columns)
+
+
+def final_accuracies(panels: Mapping[str, Mapping[str, tuple[float, float, float | None]]]) -> str:
+    """How many cases end, best first: mean accuracy, half its interval, worst tenth of devices, in %, as SVG."""
+    longest = max(len(rows) for rows in panels.values())
+    figure, grid = _figure(2.0 + 4.6 * len(panels), 1.2 + 0.27 * longest, len(panels))
+    for axes, (title, rows) in zip(grid, panels.items(), strict=True):
+        ordered = sorted(rows.items(), key=lambda row: row[1][0])
+        places, (means, halves, worst) = range(len(ordered)), zip(*(row for _, row in ordered), strict=True)
+        look = {"markersize": 6, "linestyle": ""}
+        axes.errorbar(
+            means,
+            places,
+            xerr=halves,
+            color=COLOURS["personal"],
+            marker="o",
+            capsize=2,
+            label="mean over devices",
+            **look,
+        )
+        known = [(value, place) for value, place in zip(worst, places, strict=True) if value is not None]
+        if known:
+            axes.plot(*zip(*known, strict=True), color=GREY, marker="x", label="worst tenth of devices", **look)
+        axes.set_yticks(places, [name for name, _ in ordered])
+        axes.set(xlabel="personal accuracy, %", title=title)
+        axes.title.set_color(GREY)
+    figure.legend(
+        *grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, labelcolor=GREY
+    )
+    return _svg(figure)
 
 
 def costs(rows: Mapping[str, Mapping[str, Mapping[str, tuple[Sequence[float], Any]]]]) -> str:

@@ -17,7 +17,7 @@ from rich.text import Text
 from fedcpsl.errors import InputError
 from fedcpsl.report import study_tables
 from fedcpsl.report.comparison import curve_of
-from fedcpsl.report.figures import costs, gaps_by_rounds, maps, panels_of_curves, trend
+from fedcpsl.report.figures import costs, final_accuracies, gaps_by_rounds, maps, panels_of_curves, trend
 from fedcpsl.report.loaded_runs import RunSet, SeedGroup, try_load_runs
 from fedcpsl.report.page import inline_svg, page_of
 from fedcpsl.report.sections import render
@@ -38,6 +38,7 @@ from fedcpsl.storage import write_whole
 
 STEPS = "Steps: local steps of all devices in a run, in thousands, times the minibatch gradients of a step."
 CURVES = ("personal", "global")
+MOST_CURVES = 12  # that can be told apart in one picture
 
 
 def cells_of(folder: Path, study: Study, dataset: str, seeds: Sequence[int]) -> list[CaseResults]:
@@ -295,6 +296,8 @@ def _picture(study: Study, cells: Sequence[CaseResults]) -> str:
         return costs(study_tables.cost_curves(study, cells))
     if study.shows == "trend":
         return trend(_trends(study, cells), study.title)
+    if len(study.rows) > MOST_CURVES:
+        return final_accuracies(_ends(cells))
     panels: dict[str, dict[str, tuple[list[int], Any]]] = {}
     for cell in cells:
         runs = [read_metrics(folder) for folder in cell.folders]
@@ -302,6 +305,20 @@ def _picture(study: Study, cells: Sequence[CaseResults]) -> str:
             continue
         panels.setdefault(cell.line.panel, {})[cell.line.row] = curve_of(runs)
     return panels_of_curves(panels)
+
+
+def _ends(cells: Sequence[CaseResults]) -> dict[str, dict[str, tuple[float, float, float | None]]]:
+    """Return by panel and row the mean accuracy, half its interval and the mean of the worst tenth of devices, in %."""
+    panels: dict[str, dict[str, tuple[float, float, float | None]]] = {}
+    for cell in cells:
+        personal, worst = (
+            interval([run[key] for run in cell.runs if run[key] is not None]) for key in ("personal", "worst_tenth")
+        )
+        if personal and personal["mean"] is not None:
+            least = 100 * worst["mean"] if worst and worst["mean"] is not None else None
+            end = 100 * personal["mean"], 100 * (personal["half_width"] or 0), least
+            panels.setdefault(cell.line.panel, {})[cell.line.row] = end
+    return panels
 
 
 def _trends(study: Study, cells: Sequence[CaseResults]) -> dict[str, list[tuple[str, float, float]]]:
