@@ -1,9 +1,12 @@
 """fedcpsl verify: replay recorded runs, evaluate the formulas of edge networks, and compare."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from fedcpsl.errors import InputError
 
 if TYPE_CHECKING:
     from fedcpsl.edge.vectors import Compared
@@ -57,14 +60,25 @@ def _evaluated(path: Path, vector: Mapping[str, Any]) -> dict[str, Any]:
     """Compare the formulas of one vector; they are plain NumPy, with no executor."""
     from fedcpsl.edge.vectors import compared
 
-    return _summary(path, "formulas", "cpu", list(compared(vector)))
+    with _named(path):
+        return _summary(path, "formulas", "cpu", list(compared(vector)))
 
 
 def _replay(path: Path, vector: "Vector", executor: str, device: str) -> dict[str, Any]:
     """Replay one vector on one executor: the largest error per quantity, and the first error beyond rounding."""
     from fedcpsl.recorded_runs import replay
 
-    return _summary(path, executor, device, list(replay(vector, executor, device)))
+    with _named(path):
+        return _summary(path, executor, device, list(replay(vector, executor, device)))
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Let an error in what a file holds say which file, since many are given at once."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
 
 
 def _summary(path: Path, executor: str, device: str, differences: "Sequence[Difference | Compared]") -> dict[str, Any]:
