@@ -278,6 +278,11 @@ def test_verify_passes_and_fails(tmp_path):
     assert done.returncode == 1
     assert "first difference at round 3, device 2: nu differs by 1e-06" in done.stdout
     assert fedcpsl("verify", "nowhere.npz", cwd=tmp_path).returncode == 2
+    meta = json.loads(str(content["meta"]))
+    np.savez(tmp_path / "refused.npz", **content | {"meta": np.array(json.dumps(meta | {"gamma": 2.0}))})
+    done = fedcpsl("verify", good, "refused.npz", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "refused.npz: algorithm.gamma" in done.stderr
 
 
 def test_help_answers_without_heavy_imports():

@@ -131,6 +131,15 @@ def test_allocations_are_what_they_are_defined_as(cell):
     assert lost == pytest.approx(np.full(len(gain), even.level), rel=1e-6, abs=1e-12)
 
 
+@pytest.mark.filterwarnings("error")
+def test_bandwidth_is_divided_also_where_every_upload_is_lost():
+    gain, bits = radio.gain(np.array([90.0, 110.0, 130.0])), np.full(3, 1e9)
+    even = allocation.equal_outage(1e5, bits, 1.0, 0.2, gain, radio.noise_density(5), 0.0)
+    assert even.level == 1.0
+    assert even.bandwidth.sum() == pytest.approx(1e5, rel=1e-9)
+    assert (np.diff(even.bandwidth) > 0).all()
+
+
 def test_bisection_finds_what_newton_finds():
     gain, bits = radio.gain(np.array([70.0, 100.0, 118.0])), np.array([1e6, 4e6, 2e6])
     noise = radio.noise_density(5)

@@ -99,6 +99,8 @@ def test_a_federation_gives_the_simulators_answer(name, loss_rate, tmp_path):
         {"labels_from": "mixture", "eta_g": "mean_effective_steps"},
         {"pseudo_labels": "gradient", "alpha_r": 0.3},
         {"model": nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 3))},
+        {"name": "semifed", "peers": 0, "agree": 1, "tau": 0.4, "first_stage": 2},
+        {"name": "fedmatch", "H": 0, "helper_every": 2, "tau": 0.4},
     ],
 )
 def test_options_give_the_simulators_answer_too(numbers, tmp_path):

@@ -195,6 +195,8 @@ def _with_recorded_views(vector: Vector, setup: Setup) -> tuple[Setup, dict[tupl
         at = f"in/schedule/round{r}"
         for i, steps in zip(vector[f"{at}/active"].tolist(), vector[f"{at}/steps"].tolist(), strict=True):
             keys[r, i] = _view_keys(vector, f"{at}/device{i}", steps, setup.terms.batch_widths, tables)
+    if not tables:  # no device makes a step: no view is ever looked up
+        return setup, keys
     recorded = torch.from_numpy(np.concatenate(tables)).to(setup.data.where)
 
     def look_up(x: Tensor, key: Tensor) -> Tensor:
@@ -277,12 +279,15 @@ def _recorded(state: State) -> list[tuple[str, int | None, str, NDArray[Any]]]:
 
 
 def _by_name(setup: Setup, value: Tensor) -> dict[str, NDArray[Any]]:
-    """Return a model's tensors by name, an empty one as zeros; any other tensor as it is."""
-    network = setup.terms.method.network
+    """Return a model's tensors by name, an empty one as zeros; and any tensor as it is.
+
+    One number per device looks like a model where there are as many devices as parameters, so both are returned.
+    """
+    network, found = setup.terms.method.network, {"": value.cpu().numpy()}
     if value.dim() == 1 and value.numel() in (0, network.initial.numel()):
         named = network.named(value if value.numel() else torch.zeros_like(network.initial))
-        return {f"/{name}": t.cpu().numpy() for name, t in named.items()}
-    return {"": value.cpu().numpy()}
+        found |= {f"/{name}": t.cpu().numpy() for name, t in named.items()}
+    return found
 
 
 def _not_compared(vector: Vector, state: State) -> Iterator[Difference]:

@@ -34,7 +34,7 @@ class Settings:
     lam_i: float = real(0.01, "weight of agreement with the helpers, for psi", 0)
     lam_1: float = real(1e-4, "weight of the L1 penalty on psi", 0)
     lam_2: float = real(10.0, "weight of the squared L2 distance of psi from sigma", 0)
-    H: int = whole(2, "maximum number of helpers", 1)
+    H: int = whole(2, "maximum number of helpers", 0)
     tau: float = real(0.75, "how confident a prediction must be to be learnt from", 0, 1)
     helper_every: int = whole(10, "period, in rounds, at which helpers are sent", 1)
     psi_factor: float = real(0.2, "share of the initial weights that psi starts with; sigma has the rest", 0, 1)
@@ -158,8 +158,8 @@ def broadcast_each(method: Method, server: Server, devices: Tensor) -> Broadcast
     """sigma and psi; in every `helper_every`-th round, to devices that were counted before, their helpers' models."""
     settings, count = rules_of(method), len(devices)
     due = (server.rounds + 1).remainder(settings.helper_every) == 0
-    which, near = nearest(server.embeddings, server.counted, devices, settings.H)
-    there = near * (server.counted[devices, None] * due)
+    which, near = nearest(server.embeddings, server.counted, devices, max(settings.H, 1))  # H = 0: a place, never taken
+    there = near * (server.counted[devices, None] * due * (settings.H > 0))
     helpers = server.models[which] * there[..., None]
     return Broadcast(server.sigma.expand(count, -1), server.psi.expand(count, -1), helpers, there)
 

@@ -44,7 +44,7 @@ class Settings:
     )
     lam_c: float = real(1.0, "weight of the consistency of strong views, in the first stage", 0)
     lam_p: float = real(1.0, "weight of pseudo-labels, in the second stage", 0)
-    peers: int = whole(2, "other devices whose models vote, in the second stage", 1)
+    peers: int = whole(2, "other devices whose models vote, in the second stage", 0)
     tau: float = real(0.95, "how confident a model must be to vote", 0, 1)
     agree: int = whole(2, "votes that a pseudo-label needs", 1)
     views: str = choice("auto", "strong views of samples: by the shape of inputs", "auto", "image", "window", "table")
@@ -173,7 +173,7 @@ def prepare(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device, 
     """The labels of a visit: what theta^r and the peers agree on, of every unlabelled sample; earlier ones are gone."""
     lead, agree = hyper.eta.dim(), rules_of(method).agree
     models = torch.cat([broadcast.theta.unsqueeze(-2), broadcast.peers], -2)
-    voting = torch.cat([torch.ones_like(broadcast.there[..., :1]), broadcast.there], -1)
+    voting = torch.cat([torch.ones_like(broadcast.second[..., None]), broadcast.there], -1)
     labels = torch.full_like(device.labels, NONE)
     begun = 0
     for x, there in visit.pieces():

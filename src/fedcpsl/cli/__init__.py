@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from fedcpsl import __version__
-from fedcpsl.cli.compare import add_compare, add_paper, add_sweep
+from fedcpsl.cli.compare import add_compare, add_sweep
 from fedcpsl.cli.completion import add_completion
-from fedcpsl.cli.doctor import add_doctor, add_verify
+from fedcpsl.cli.data import add_data
+from fedcpsl.cli.doctor import add_doctor
 from fedcpsl.cli.export import add_adapt, add_export, add_predict
 from fedcpsl.cli.federation import add_federation, add_join, add_keys, add_serve
+from fedcpsl.cli.paper import add_paper
 from fedcpsl.cli.report import add_report, add_show, add_watch
-from fedcpsl.cli.run import add_data, add_run
+from fedcpsl.cli.run import add_run
+from fedcpsl.cli.verify import add_verify
 from fedcpsl.errors import InputError, RunError, did_you_mean, printable
 from fedcpsl.torchrun import place
 

@@ -62,7 +62,8 @@ def equal_outage(
         return level, bandwidth * noise / floor - exponent / shrinks
 
     found = divided(total, len(bits), log_hazard)
-    return found._replace(level=float(-np.expm1(-np.exp(found.level))))
+    with np.errstate(over="ignore"):  # a hazard too large for a number is a certain loss
+        return found._replace(level=float(-np.expm1(-np.exp(found.level))))
 
 
 def divided(total: float, devices: int, level: Level) -> Division:
