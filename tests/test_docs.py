@@ -252,3 +252,9 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 def test_links_lead_somewhere(page):
     """Those of the site are looked after when it is built."""
     assert [link for link in LINK.findall((ROOT / page).read_text()) if not (ROOT / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_marks_of_a_merge_are_left(page):
+    marks = ("<<<<<<< ", ">>>>>>> ", "=======\n")
+    assert not [line for line in page.read_text().splitlines(keepends=True) if line.startswith(marks)]
