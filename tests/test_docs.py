@@ -14,6 +14,7 @@ from PIL import Image
 
 from fedcpsl.cli import parser, run_command
 from fedcpsl.config import FLAGS, Config, parse_value, read_config, setting, with_settings
+from fedcpsl.deployment.job import read_job
 from fedcpsl.runs.study import lines_of, read_study
 
 ROOT = Path(__file__).parents[1]
@@ -83,6 +84,8 @@ def test_a_command_is_one_that_exists(words):
         assert set(arguments) <= set(targets)
     elif program == "torchrun":
         assert_parses(arguments[arguments.index("fedcpsl") + 1 :])
+    elif program == "python":
+        assert (ROOT / arguments[0]).is_file()
     elif program not in OTHER_PROGRAMS:
         assert program in ("fedcpsl", ".venv/bin/fedcpsl"), "not a program that this test knows"
         assert_parses(arguments)
@@ -112,6 +115,8 @@ def test_a_config_is_accepted(block, tmp_path):
     if "[rows." in block.content:
         study = read_study(path)
         assert all(lines_of(study, dataset) for dataset in study.bases)
+    elif "[federation]" in block.content:
+        read_job(block.content, block.page)
     else:
         with_settings(Config(), read_config(path))
 
