@@ -63,6 +63,13 @@ def column_names(path: Path) -> list[str]:
         return _names(_parquet_names(path)) if _is_parquet(path) else _names(header_of(path))
 
 
+def check_columns(path: Path, columns: Columns) -> None:
+    """Raise InputError where a file lacks one of these columns; its rows are not read."""
+    names = column_names(path)
+    with _readable(path):
+        _check_columns(names, columns)
+
+
 class Rows(NamedTuple):
     """Rows of a file for a model that is already trained."""
 
