@@ -220,11 +220,29 @@ def test_bad_toml_gets_one_line(text, words, tmp_path, monkeypatch, capsys):
     assert [p.name for p in tmp_path.iterdir()] == ["c.toml"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "give a command: run, data, "),
+        (["federation"], "give a command: demo, app; fedcpsl federation --help explains them"),
+        (["rnu"], "rnu: no such command; did you mean 'run'?"),
+        (["run", "mine.csv"], "mine.csv: not a config file (TOML); if it is your data, give --data mine.csv"),
+    ],
+)
+def test_what_a_command_is_given_first(arguments, words, capsys):
+    assert run_command(arguments) == 2
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert words in printed
+
+
 def test_a_folder_where_a_config_is_expected(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("a").mkdir()
     assert run_command(["run", "a"]) == 2
-    assert capsys.readouterr().err == "fedcpsl: a: is a folder; give a config file\n"
+    assert (
+        capsys.readouterr().err == "fedcpsl: a: is a folder; give a config file, or --data a if it holds your images\n"
+    )
     Path("a/config.toml").touch()
     assert run_command(["run", "a"]) == 2
     assert capsys.readouterr().err == "fedcpsl: a: is a folder; did you mean a/config.toml, or --resume a?\n"

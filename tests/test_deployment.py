@@ -177,6 +177,13 @@ def test_data_that_does_not_fit_the_job_is_refused_and_only_the_device_is_told_w
         assert re.search(words, caplog.messages[-1])
 
 
+def test_the_same_reason_is_logged_once(tmp_path, caplog):
+    handler = Handler(owner(tmp_path))
+    for _ in range(3):
+        answer_to(handler, {"run": "r", "round": 0, "attempt": 0}, JOB.replace("shape = [6]", "shape = [5]"))
+    assert len([text for text in caplog.messages if "an input has shape" in text]) == 1
+
+
 def good_instruction(job=JOB, **changes):
     terms = job_terms(read_job(job, "job"))
     theta = terms.method.network.initial
@@ -388,6 +395,23 @@ def test_joining_that_is_refused(tmp_path, monkeypatch, capsys, words, says):
     monkeypatch.chdir(tmp_path)
     np.savez("a.npz", x=np.zeros((4, 2)), y=np.array([0, 1, 0, 1]))
     assert run_command(["join", *words, "--data", "a.npz", "--name", "a"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert says in said
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--label", "knd"], "a.csv: has no column 'knd' (--label); did you mean 'kind'?"),
+        ([], "a.csv: which column is the label? Give --label COLUMN"),
+    ],
+)
+def test_wrong_columns_are_named_before_a_server_is_asked(tmp_path, monkeypatch, capsys, words, says):
+    pytest.importorskip("pyarrow")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.csv").write_text("height,kind\n1,cat\n2,dog\n")
+    assert run_command(["join", "127.0.0.1:1", "--insecure", "--data", "a.csv", "--name", "a", *words]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert says in said

@@ -14,6 +14,7 @@ from PIL import Image
 
 from fedcpsl.cli import parser, run_command
 from fedcpsl.config import FLAGS, Config, parse_value, read_config, setting, with_settings
+from fedcpsl.deployment.job import read_job
 from fedcpsl.runs.study import lines_of, read_study
 
 ROOT = Path(__file__).parents[1]
@@ -116,6 +117,8 @@ def test_a_config_is_accepted(block, tmp_path):
     if "[rows." in block.content:
         study = read_study(path)
         assert all(lines_of(study, dataset) for dataset in study.bases)
+    elif "[federation]" in block.content:
+        read_job(block.content, block.page)
     else:
         with_settings(Config(), read_config(path))
 
@@ -256,3 +259,9 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 def test_links_lead_somewhere(page):
     """Those of the site are looked after when it is built."""
     assert [link for link in LINK.findall((ROOT / page).read_text()) if not (ROOT / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_marks_of_a_merge_are_left(page):
+    marks = ("<<<<<<< ", ">>>>>>> ", "=======\n")
+    assert not [line for line in page.read_text().splitlines(keepends=True) if line.startswith(marks)]

@@ -106,6 +106,18 @@ def test_an_instruction_is_given_as_soon_as_it_is_there(place):
     thread.join(10)
 
 
+def test_requests_that_wait_are_told_when_the_server_stops(place):
+    found = []
+    asking = threading.Thread(target=lambda: found.append(place.ask(INSTRUCTION_PATH)))
+    asking.start()
+    while place.mailbox.present() != ["ann"]:
+        time.sleep(0.05)
+    place.mailbox.close()
+    asking.join(10)
+    for code, content in (*found, place.ask(INSTRUCTION_PATH)):
+        assert (code, json.loads(content)) == (503, {"problem": "the server stops"})
+
+
 def test_a_request_without_a_key_is_refused_before_its_body_is_read(place):
     thread, found = place.offer(deadline=8)
     for signed, name in ((False, "ann"), (True, "bob")):  # nobody, and somebody who was not asked

@@ -251,6 +251,7 @@ def test_keyed_numbers_are_uniform_and_unrelated():
         (nn.Linear(6, 4), r"output does not match the classes.*\[4\].*3 classes"),
         (nn.Linear(5, 3), r"does not accept inputs of shape \[6\]"),
         (nn.Sequential(nn.Linear(6, 3), nn.RReLU()), "draws random numbers.*nn.Dropout"),
+        (nn.Sequential(nn.Linear(6, 3), nn.Softmax(-1)), "outputs are probabilities.*leave out the softmax"),
         (nn.Flatten(), "no trainable parameters"),
     ],
 )

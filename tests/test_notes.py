@@ -235,6 +235,15 @@ def test_a_model_of_words_is_asked_with_words(tmp_path):
         read_rows(wrong, features, Columns("kind", "phone"))
 
 
+def test_a_measured_number_as_label_or_device_is_said(tmp_path, caplog):
+    path = written(rows(), tmp_path / "m.csv")
+    read(path)
+    assert not caplog.records
+    read(path, label="a", device_column="b")
+    assert "m.csv: 40 labels have 40 classes (" in caplog.text
+    assert "m.csv: 40 samples are on 40 devices (" in caplog.text
+
+
 def test_a_word_among_numbers_is_an_error_and_no_category(tmp_path):
     frame = rows().astype({"a": object})
     frame.loc[5, "a"] = "12..5"

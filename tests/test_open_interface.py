@@ -3,13 +3,14 @@
 import json
 import re
 from dataclasses import fields
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from fedcpsl import config
-from fedcpsl.algorithms import all_algorithms, ditto, family, fedamp, feddyn
+from fedcpsl.algorithms import all_algorithms, ditto, family, fedamp, feddyn, missing_names
 from fedcpsl.cli.options import algorithm_names, declared_settings
 from fedcpsl.config import Config, with_settings
 from fedcpsl.errors import InputError
@@ -267,3 +268,11 @@ def test_trees():
     assert isinstance(again, feddyn.Local)
     assert [t.sum().item() for t in leaves(again)] == [2.0, 4.0, 6.0]
     assert bytes_of(tree) == 24
+
+
+def test_what_a_file_lacks_is_named():
+    names = vars(ditto) | {"costs": None}
+    assert missing_names(SimpleNamespace(**names)) == []
+    del names["costs"], names["apply"]
+    assert missing_names(SimpleNamespace(**names)) == ["costs", "apply"]
+    assert missing_names(SimpleNamespace(**names, receive=None)) == ["costs"]

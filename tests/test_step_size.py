@@ -134,6 +134,12 @@ def test_prepare_searches_by_default():
     assert setup.terms.numbers[0, 0] == search_eta(federation(), model(), fedcpsl2.Settings(), WORK, RUN).eta
 
 
+@pytest.mark.parametrize("given", ["fedavg", WORK])
+def test_prepare_names_what_is_no_algorithm(given):
+    with pytest.raises(InputError, match=r"the third argument is .*; give the settings of an algorithm"):
+        prepare(federation(), model(), given)
+
+
 def test_samples_made_on_demand():
     def make(device):
         rng = np.random.default_rng(device)

@@ -1,5 +1,9 @@
 """What came out, in plain words, with numbers worked out by hand."""
 
+import json
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from fedcpsl.cli import run_command
@@ -47,6 +51,37 @@ def test_of_a_folder(tmp_path):
     _, beside = verdicts(tmp_path)
     assert "are worse than devices trained alone: -9.3 points over 3 devices" in beside  # -7, -11, -10
     assert beside.endswith("train each alone")
+
+
+def test_equal_accuracies_are_said_where_devices_have_models(tmp_path):
+    (tmp_path / "devices.csv").write_text(HEAD + "0,a,1,1,1,0.9,0.9,0.9\n1,b,1,1,1,0.8,0.8,0.8\n")
+    assert verdicts(tmp_path) == ["the personal models are as accurate as the global one on each of 2 devices"]
+    (tmp_path / "devices.csv").write_text(HEAD + "0,a,1,1,1,0.9,0.9,\n1,b,1,1,1,0.8,0.8,\n")
+    assert verdicts(tmp_path) == []  # there is one model
+
+
+@pytest.mark.parametrize("algorithm", ["fedcpsl2", "fedcpsl", "fedavg"])
+def test_a_run_in_which_no_device_has_tests(algorithm, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    np.savez("m.npz", x=np.random.default_rng(0).normal(size=(8, 3)), y=np.arange(8) % 2, device=np.arange(8))
+    words = ["--rounds", "1", "--eta", "0.1", "--set", "run.processes=1"]
+    assert run_command(["run", "--data", "m.npz", "--algorithm", algorithm, *words, "--out", "r"]) == 0
+    said = capsys.readouterr().out
+    assert "no device has a test set, so no accuracy is known" in said
+    assert "by round" not in said
+
+
+def test_devices_alone_are_compared_as_in_a_comparison(tmp_path, monkeypatch, capsys):
+    """If the run searched its step size, devices alone do so too, and the verdict names what they ran."""
+    monkeypatch.chdir(tmp_path)
+    words = ["--devices", "3", "--rounds", "2", "--set", "run.processes=1", "--set", "model.hidden=8,8"]
+    for name, given in (("searched", []), ("given", ["--eta", "0.02"])):
+        assert run_command(["run", *words, *given, "--out", name]) == 0
+        capsys.readouterr()
+        assert run_command(["report", name, "--alone"]) == 0
+        assert "devices trained alone (fedcpsl2-alone)" in " ".join(capsys.readouterr().out.split())
+        manifest = json.loads(Path(name, "alone", "manifest.json").read_text())
+        assert ("step_size_search" in manifest) == (name == "searched")
 
 
 def test_a_run_says_it(tmp_path, monkeypatch, capsys):

@@ -135,6 +135,8 @@ def read_config(path: Path) -> dict[str, Any]:
     """The `section.key` values of a TOML file."""
     import tomllib
 
+    if path.name.endswith((".csv", ".csv.gz", ".tsv", ".parquet", ".npz")):
+        raise InputError(f"{path}: not a config file (TOML); if it is your data, give --data {path}")
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -196,6 +196,8 @@ def predict(state: State, held: Held, earlier: Predictions | None = None, model:
     if not method.traits.personal:
         assert general is not None
         return Predictions(general, general, None, versions)
+    if not len(x):  # no device has such samples
+        return Predictions(x.new_zeros(0, network.classes), general, x.new_zeros(0, network.classes), versions)
     if earlier is None or earlier.localized is None:
         localized, changed = x.new_empty(len(x), network.classes), np.ones(setup.terms.devices, bool)
     else:

@@ -183,6 +183,9 @@ def _own_model(name: str, shape: Sequence[int], classes: int) -> nn.Module:
         model = make(tuple(shape), classes)
     except Exception as error:  # whatever another's code may raise
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if doing == "cannot be imported" and (module.endswith(".py") or "/" in module):
+            dotted = module.removesuffix(".py").removeprefix("./").replace("/", ".")
+            why = f"give a module, not a file: {dotted}:{function}"
         raise InputError(f"model.name = {toml_value(name)}: {doing}: {why}") from error
     if not isinstance(model, nn.Module):
         raise InputError(f"model.name = {toml_value(name)}: gave a {type(model).__name__} where an nn.Module is needed")

@@ -204,7 +204,10 @@ class Model:
         AUTO, "mlp, cnn, resnet8, cnn1d, logistic; auto: by data; or package.module:function of (input_shape, classes)"
     )
     hidden: list[int] = setting_of(
-        [200, 200], "widths of the mlp's hidden layers", "a list of whole numbers of at least 1", is_sizes
+        [200, 200],
+        "widths of the mlp's hidden layers",
+        "a list of whole numbers of at least 1, such as 64,32 or [64]",
+        is_sizes,
     )
 
 

@@ -77,6 +77,11 @@ def prepare(
     """
     given = work or settings.Work(), run or settings.Run()
     algorithm = settings.new_config({}).algorithm if algorithm is None else algorithm
+    if not hasattr(algorithm, "eta") or not hasattr(algorithm, "name"):
+        raise InputError(
+            f"the third argument is {algorithm!r}; give the settings of an algorithm, such as "
+            'Algorithm(name="fedavg"), and others by name: work=Work(...), run=Run(...)'
+        )
     algorithm = with_step_size(federation, model, algorithm, *given, costs)
     return prepare_with_step_size(federation, model, algorithm, work, run, costs, beside, edge)
 

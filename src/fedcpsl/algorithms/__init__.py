@@ -17,11 +17,23 @@ def all_algorithms() -> dict[str, tuple[Algorithm, Any]]:
     known: dict[str, tuple[Algorithm, Any]] = {}
     for found in iter_modules(__path__):
         file = cast(Algorithm, import_module(f"{__name__}.{found.name}"))
+        missing = missing_names(file)
+        if missing:
+            raise InputError(f"algorithms/{found.name}.py: lacks {', '.join(missing)}, which every algorithm needs")
         for name, variant in file.VARIANTS.items():
             if name in known:
                 raise ValueError(f"algorithms/{found.name}.py: {name!r} is the name of another algorithm already")
             known[name] = (file, variant)
     return known
+
+
+REPLACED_BY = {"broadcast": "broadcast_each", "contribution": "receive", "apply": "receive", "own_model": "adapted"}
+
+
+def missing_names(file: Any) -> list[str]:
+    """What every algorithm needs and a file does not define."""
+    needed = [name for name in vars(Algorithm) if not name.startswith("_")]
+    return [name for name in needed if not hasattr(file, name) and not hasattr(file, REPLACED_BY.get(name, name))]
 
 
 GROUPS = ("all", "family", "related")  # of algorithms, wherever several are named

@@ -84,8 +84,8 @@ class Settings:
     )
     prior: str = choice(
         "em",
-        "the class prior: from labels and unlabelled samples; from labels; as em, but only in predictions after "
-        "training; none",
+        "the class prior; em: from labels and unlabelled samples; labels: from labels; after: as em, but only in "
+        "predictions after training; off: none",
         *PRIORS,
     )
     smoothing: float | str = real(

@@ -54,7 +54,17 @@ class Parser(argparse.ArgumentParser):
             flag = unknown[0].partition("=")[0]
             known = [other for other in _flags(self) if other != flag]  # other commands may have it
             message = f"{unknown[0]}: no such option; {RENAMED.get(flag) or did_you_mean(flag, known)}"
+        elif message.startswith("argument COMMAND: invalid choice: "):
+            name = message.split("'")[1]
+            message = f"{name}: no such command; {did_you_mean(name, _commands(self))}"
+        elif message.endswith("are required: COMMAND"):
+            message = f"give a command: {', '.join(_commands(self))}; {self.prog} --help explains them"
         raise InputError(message)
+
+
+def _commands(parser: argparse.ArgumentParser) -> list[str]:
+    """The names of a parser's subcommands."""
+    return [name for a in parser._actions if isinstance(a, argparse._SubParsersAction) for name in a.choices]
 
 
 def _flags(parser: argparse.ArgumentParser) -> list[str]:

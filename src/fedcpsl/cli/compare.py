@@ -170,9 +170,8 @@ def report_failed(runs: Sequence[Path]) -> int:
     for run, reason in failed.items():
         print(f"fedcpsl: {run}: {reason}", file=sys.stderr)
     if failed:
-        print(
-            f"fedcpsl: {len(failed)} of {len(runs)} runs failed; remove a folder to have it run again", file=sys.stderr
-        )
+        again = "to run one of them again, remove its folder and resume"
+        print(f"fedcpsl: {len(failed)} of {len(runs)} runs failed; {again}", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -129,7 +129,7 @@ def _predictions(parsed: argparse.Namespace) -> tuple[Any, Any, Any, Sequence[st
     manifest = manifest_of(run)
     samples = read_samples(parsed.input, manifest)
     if samples.devices is None:
-        find_device(run, None)  # raises the error that says which options to give
+        find_device(run, None, in_table=True)  # raises the error that says which options to give
     predictions, models, note = predict_by_device(run, samples.x, list(samples.devices or ()))
     if note:
         print(f"fedcpsl: {note}", file=sys.stderr)

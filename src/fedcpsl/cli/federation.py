@@ -214,7 +214,11 @@ def _print_status_line(say: Callable[[str], None], status: Mapping[str, Any]) ->
         more = f"{status['waiting_for']} more device{'s' * (status['waiting_for'] > 1)}"
         return say("; ".join([f"waiting for {more}", *status["strangers"].values()]))
     known = [d["accuracy"] for d in status["devices"] if d["accuracy"] is not None]
-    mean = f", mean accuracy {100 * sum(known) / len(known):.1f} % of {len(known)} devices" if known else ""
+    mean = (
+        f", mean accuracy {100 * sum(known) / len(known):.1f} % of {len(known)} device{'s' * (len(known) > 1)}"
+        if known
+        else ""
+    )
     for problem in [d["problem"] for d in status["devices"] if d["problem"]] + list(status["strangers"].values()):
         say(problem)
     for event in status["events"]:
@@ -280,6 +284,9 @@ def add_join(commands: Any) -> None:
     join.add_argument("--data", type=Path, required=True, metavar="FILE", help="an .npz, .csv, .tsv or .parquet file")
     join.add_argument("--label", default="", metavar="COLUMN", help="the column of a table that is the label")
     join.add_argument("--test-column", default="", metavar="COLUMN", help="the column that marks test rows")
+    join.add_argument(
+        "--drop", default="", metavar="COLUMNS", help="columns to leave out, separated by commas; #2 is the second"
+    )
     join.add_argument("--name", required=True, help="the name of this device, which is also that of its key")
     join.add_argument("--keys", type=Path, metavar="FOLDER", help="with ca.crt and this device's key, NAME")
     join.add_argument("--insecure", action="store_true", help="no TLS and no key; only for a server on loopback")
@@ -331,6 +338,7 @@ def _join(parsed: argparse.Namespace) -> int:
     if not parsed.data.exists():
         raise InputError(f"{parsed.data}: no such file")
     from fedcpsl.config import Data
+    from fedcpsl.data.sources import check_header
     from fedcpsl.deployment.device_process import Conditions, DeviceConfig, Handler, run_device
     from fedcpsl.federation.privacy import Protection, check_protection
 
@@ -341,10 +349,12 @@ def _join(parsed: argparse.Namespace) -> int:
         file=str(parsed.data.absolute()),
         label=parsed.label,
         test_column=parsed.test_column,
+        drop=parsed.drop,
         partition="iid",
         devices=1,
         labelled=1.0,
     )
+    check_header(data)
     protection = Protection(parsed.clip, parsed.noise)
     check_protection(protection)
     folder = parsed.folder or Path("devices") / parsed.name

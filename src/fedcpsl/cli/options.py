@@ -114,7 +114,7 @@ def _folder_hint(folder: Path, *, resumes: bool) -> str:
     """Return the error for a folder that was given in place of a config file."""
     inside = folder / "config.toml"
     if not inside.is_file():
-        return f"{folder}: is a folder; give a config file"
+        return f"{folder}: is a folder; give a config file, or --data {folder} if it holds your images"
     return f"{folder}: is a folder; did you mean {inside}{f', or --resume {folder}' * resumes}?"
 
 

@@ -39,11 +39,11 @@ def print_results(folders: Sequence[Path]) -> None:
             continue
         final = final_metrics(folder)
         print_table(results_table(final), console)
-        print("personal accuracy by round", end="  " if available_width(console) >= MIN_WIDTH_ONE_LINE else "\n")
-        curve = sparkline(
-            [m["personal"]["mean"] or 0.0 for m in read_metrics(folder)], min(60, available_width(console))
-        )
-        print(curve + ("" if final["finished"] else "  (not finished)"))
+        means = [m["personal"]["mean"] for m in read_metrics(folder)]
+        if any(mean is not None for mean in means):
+            print("personal accuracy by round", end="  " if available_width(console) >= MIN_WIDTH_ONE_LINE else "\n")
+            curve = sparkline([mean or 0.0 for mean in means], min(60, available_width(console)))
+            print(curve + ("" if final["finished"] else "  (not finished)"))
         for text in run_verdicts(folder, final):
             print(fill(text, available_width(console)))
 
@@ -101,6 +101,8 @@ def _report(parsed: argparse.Namespace) -> int:
         load_runs(parsed.runs)
     if parsed.alone and not _train_alone(parsed.runs):
         return 130
+    if parsed.alone and parsed.format == "html":
+        _print_verdicts(parsed.runs)
     if parsed.format == "html":
         print(f"report   {_write(parsed.runs, parsed.out).resolve().as_uri()}")
         return 0
@@ -124,6 +126,19 @@ def _is_ended_comparison(runs: Sequence[Path], out: Path | None) -> bool:
     plan = read_plan(runs[0])
     planned = [run_folder(runs[0], case, seed) for case in plan.cases for seed in plan.seeds]
     return all(is_finished(run) or failure(run) for run in planned)
+
+
+def _print_verdicts(runs: Sequence[Path]) -> None:
+    """Print what each run's devices gain, beginning with the run's name where there are several."""
+    from rich.console import Console
+
+    from fedcpsl.report.terminal import available_width
+    from fedcpsl.report.verdict import verdicts
+    from fedcpsl.runs.folder import is_finished
+
+    for run in runs:
+        for text in verdicts(run) if (run / "devices.csv").exists() and is_finished(run) else ():
+            print(fill(f"{run}: {text}" if len(runs) > 1 else text, available_width(Console())))
 
 
 def _write(runs: Sequence[Path], out: Path | None) -> Path:

@@ -21,6 +21,7 @@ MISSING = ("na", "nan", "n/a", "null", "none", "?", "unknown")  # texts that mea
 OUTLIER = 1e6  # times the usual magnitude
 SAMPLED_ROWS = 4096
 MAX_NAMED = 3
+MANY = 20  # classes or devices
 _TEST = re.compile(r"(is_?)?(test|train|valid|validation|split|fold|subset)(_set)?", re.I)
 _ID = re.compile(r"(.*[_ ])?(id|uuid|guid|index|idx|row|row_?n(umber|o)?|key)|unnamed: \d+", re.I)
 _TIME = re.compile(r"(.*[_ ])?(time|timestamp|date|datetime|epoch|ts)", re.I)
@@ -67,8 +68,8 @@ def note_columns(where: str, features: Sequence[str], x: NDArray[Any], names: Se
             note(f"{where}: {called} is read as a feature: it {why} {name or number}")
 
 
-def note_classes(where: str, names: Sequence[str]) -> None:
-    """Log classes whose names are nearly the same, and a single class."""
+def note_classes(where: str, names: Sequence[str], labels: int = 0) -> None:
+    """Log classes whose names are nearly the same, a single class, and classes that seem to be measured numbers."""
     alike = defaultdict(list)
     for name in names:
         alike["".join(name.lower().split())].append(name)
@@ -77,6 +78,14 @@ def note_classes(where: str, names: Sequence[str]) -> None:
             note(f"{where}: the classes {_some(group)} differ in case or spaces only; are they the same?")
     if len(names) == 1:
         note(f"{where}: there is one class, {names[0]!r}: any model will be right")
+    if len(names) > MANY and 2 * len(names) > labels > 0:
+        note(f"{where}: {labels} labels have {len(names)} classes ({_some(names)}); is this the label?")
+
+
+def note_devices(where: str, names: Sequence[str], samples: int) -> None:
+    """Log devices that hold hardly more than one sample each."""
+    if len(names) > MANY and 2 * len(names) > samples:
+        note(f"{where}: {samples} samples are on {len(names)} devices ({_some(names)}); is this the device column?")
 
 
 def note_roles(

@@ -23,7 +23,7 @@ from fedcpsl.data.ondemand import OnDemand, from_function
 from fedcpsl.data.readers import read_archive, read_image_folder, read_npz
 from fedcpsl.data.scaling import fixed_scaling
 from fedcpsl.data.split import LABELLED, ROLES, TEST, Shares, by_classes, by_dirichlet, by_quantity, by_shards, iid
-from fedcpsl.data.tables import Columns, TableOptions, is_table, read_table
+from fedcpsl.data.tables import Columns, TableOptions, check_columns, is_table, read_table
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.schedule import stream
 
@@ -181,6 +181,7 @@ NAMED = {
 
 
 DATASETS = (*NAMED, "synthetic", "own")
+NO_LABEL = "which column is the label? Give --label COLUMN"
 NO_DEVICES = "which device holds each row? Give --device-column COLUMN, or --partition iid --devices N"
 
 
@@ -241,6 +242,15 @@ def load_source(data: config.Data) -> Source:
     return source._replace(axes=parse_axes(axes, source.x.shape[1]))
 
 
+def check_header(data: config.Data) -> None:
+    """Raise InputError where your own table lacks a column that is named; its rows are not read."""
+    path = Path(data.file)
+    if is_table(path):
+        if not data.label:
+            raise InputError(f"{path}: {NO_LABEL}")
+        check_columns(path, Columns(data.label, data.device_column, data.test_column))
+
+
 def _read_source(data: config.Data) -> Source:
     if data.dataset != "own":
         return NAMED[data.dataset].read(data_folders(data.dir))
@@ -251,7 +261,7 @@ def _read_source(data: config.Data) -> Source:
         if not path.exists():
             raise InputError(f"{path}: no such file")
         if not data.label:
-            raise InputError(f"{path}: which column is the label? Give --label COLUMN")
+            raise InputError(f"{path}: {NO_LABEL}")
         if data.partition == "natural" and not data.device_column and not data.split:
             raise InputError(f"{path}: {NO_DEVICES}")
         dropped = tuple(name.strip() for name in data.drop.split(",")) if data.drop else ()

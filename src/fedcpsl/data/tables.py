@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcpsl.data.federation import Source, natural_order
-from fedcpsl.data.notes import is_missing, note, note_classes, note_columns, note_inputs, track
+from fedcpsl.data.notes import is_missing, note, note_classes, note_columns, note_devices, note_inputs, track
 from fedcpsl.data.readers import batches_of, check_text_column, header_of, is_number, kind_of, not_a_number
 from fedcpsl.errors import InputError, did_you_mean
 
@@ -60,6 +60,13 @@ def column_names(path: Path) -> list[str]:
     """Return the names of all columns of a file, in its order."""
     with _readable(path):
         return _names(_parquet_names(path)) if _is_parquet(path) else _names(header_of(path))
+
+
+def check_columns(path: Path, columns: Columns) -> None:
+    """Raise InputError where a file lacks one of these columns; its rows are not read."""
+    names = column_names(path)
+    with _readable(path):
+        _check_columns(names, columns)
 
 
 class Rows(NamedTuple):
@@ -274,13 +281,14 @@ def _source(
             row = int(np.flatnonzero(codes < 0)[0])
             raise InputError(f"column {columns.device!r} is empty in row {row + 1}: name the device of every row")
         ordered_names, position = natural_order(found)
+        note_devices(where, ordered_names, len(y))
         source = source._replace(device=position[codes], names=tuple(ordered_names))
     if columns.test:
         source = source._replace(test=_test_rows(*merge_codes(texts[columns.test]), columns.test))
         assert source.test is not None
         if (source.test & (y < 0)).any():
             row = int(np.flatnonzero(source.test & (y < 0))[0])
-            raise InputError(f"row {row + 1} is a test and has no label: test rows need one")
+            raise InputError(f"row {row + 1} is a test and has no label: give it one, or do not mark it as a test")
     return source
 
 
@@ -313,10 +321,11 @@ def _labels(
             "give --set data.missing_labels=class"
         )
     class_names, position = natural_order(used)
-    note_classes(where, class_names)
     number = dict(zip(used, position.tolist(), strict=True))
     table = np.array([number.get(text, -1) for text in texts] + [-1], np.int64)
-    return table[codes], tuple(class_names)
+    y = table[codes]
+    note_classes(where, class_names, int((y >= 0).sum()))
+    return y, tuple(class_names)
 
 
 def _test_rows(codes: NDArray[np.int64], texts: list[str], column: str) -> NDArray[np.bool_]:

@@ -4,12 +4,14 @@ It listens on no port, and no instruction ends it. A reply that did not reach th
 server gives out the same instruction again, and the device sends the same reply again.
 """
 
+import json
 import logging
 import os
 import random
 import re
 import ssl
 import time
+from contextlib import suppress
 from hashlib import sha256
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
@@ -169,6 +171,7 @@ class Handler:
         self._config, self._clock = config, clock
         self._ready: tuple[tuple[str, str], Participant] | None = None
         self._job: Job | None = None
+        self._logged = ""
 
     def handle(self, content: bytes) -> bytes:
         """Return the reply to a message, both as bytes; RunError where it is not a message of fedcpsl."""
@@ -209,7 +212,9 @@ class Handler:
             try:
                 self._ready = (text, run), make_participant(self._config, job, run)
             except (InputError, RunError) as error:  # its text may name files and classes, and quote samples
-                LOG.warning("%s", printable(error))
+                if str(error) != self._logged:  # the server asks again and again
+                    LOG.warning("%s", printable(error))
+                self._logged = str(error)
                 return refusal(message, UNFIT)
         reason = reason_to_decline(self._config.conditions) if message.header.get("kind") in (TRAIN, PROBE) else None
         if reason:
@@ -329,9 +334,12 @@ def _exactly(response: HTTPResponse, count: int) -> bytes:
 def _refusal(response: HTTPResponse) -> str:
     """Return why a server gave no instruction, and what to do."""
     text = printable(response.read(4 * MAX_PROBLEM_LENGTH).decode(errors="replace"))
+    is_ours = "problem" in text
+    with suppress(ValueError, TypeError, KeyError):
+        text = printable(json.loads(text)["problem"])
     if response.status == 401:
         return f"does not accept this device: {text[:MAX_PROBLEM_LENGTH]}"
-    if response.status == 404 and "problem" not in text:
+    if response.status == 404 and not is_ours:
         return (
             "is not a server of this fedcpsl (version 0.1 and Flower's SuperLink have no such path); install the same"
         )
@@ -353,7 +361,7 @@ class _Problems:
     """Reports a problem when it is new, and once a minute while it lasts."""
 
     def __init__(self, notify: Notify) -> None:
-        self._notify, self._last, self._at = notify, "", 0.0
+        self._notify, self._last, self._at = notify, "not connected yet", 0.0
 
     def report(self, text: str) -> None:
         if text != self._last or time.monotonic() - self._at > REPEAT_PROBLEM_S:
@@ -362,7 +370,7 @@ class _Problems:
 
     def over(self) -> None:
         if self._last:
-            self._notify("connected")
+            self._notify("connected; this device takes part until you stop it (Ctrl-C)")
         self._last = ""
 
 

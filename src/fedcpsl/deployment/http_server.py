@@ -68,6 +68,7 @@ class Mailbox:
         self._waiting: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = {}
         self._replies: queue.Queue[tuple[str, Message | Lost]] = queue.Queue()
         self._began = clock()
+        self.closed = False  # the server stops
 
     # For the federation's loop.
 
@@ -116,7 +117,7 @@ class Mailbox:
         waiter: asyncio.Future[None] = loop.create_future()
         with self._lock:
             self._seen[name] = self._clock()
-            is_empty = name not in self._instructions
+            is_empty = name not in self._instructions and not self.closed
             if is_empty:
                 self._release(name)  # an earlier request of the same device returns without an instruction
                 self._waiting[name] = loop, waiter
@@ -159,6 +160,13 @@ class Mailbox:
             del self._instructions[name]
             self._replies.put((name, reply))
         return True
+
+    def close(self) -> None:
+        """Let all waiting requests return, because the server stops."""
+        with self._lock:
+            self.closed = True
+            for name in list(self._waiting):
+                self._release(name)
 
     def _release(self, name: str) -> None:
         loop, waiter = self._waiting.pop(name, (None, None))
@@ -273,6 +281,8 @@ async def _status(context: HttpContext, request: HttpRequest, receive: Any) -> H
 async def _get_instruction(context: HttpContext, request: HttpRequest, receive: Any) -> HttpResponse:  # noqa: ARG001
     name = _device(context, request)
     instruction = await context.mailbox.next_instruction(name, LONG_POLL_S)
+    if instruction is None and context.mailbox.closed:
+        raise HttpError(503, "the server stops")
     if context.ring is not None and not context.ring.has_accepted_key(name):  # revoked while it waited
         raise HttpError(401, "this key was revoked")
     return HttpResponse(204) if instruction is None else HttpResponse(200, instruction)
@@ -401,6 +411,7 @@ def listening(context: HttpContext, keys: Path | None, host: str, port: int) -> 
             time.sleep(0.02)
         yield Listener(thread, config.ssl)
     finally:
+        context.mailbox.close()
         server.should_exit = True
         thread.join(5)
         sock.close()

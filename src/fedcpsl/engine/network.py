@@ -293,6 +293,10 @@ class Network:
                 "use nn.Dropout for dropout and remove other random layers"
             )
         evaluated = self._trial(probes, training=False, seed=1)
+        if self.classes > 1 and (evaluated >= 0).all() and torch.allclose(evaluated.sum(-1), evaluated.new_ones(())):
+            raise InputError(
+                "the model's outputs are probabilities, which sum to 1; give logits: leave out the softmax at its end"
+            )
         self.same_in_both_modes = not self.has_dropout and torch.equal(trained, evaluated)
         self._check_walk(probes, evaluated)
 

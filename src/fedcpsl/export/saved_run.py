@@ -194,13 +194,16 @@ def manifest_of(
     )
 
 
-def find_device(run: SavedRun, device: str | None) -> tuple[int, str]:
-    """Return the number and name of a device: by name, or by its number if no name is a number."""
+def find_device(run: SavedRun, device: str | None, *, in_table: bool = False) -> tuple[int, str]:
+    """Return the number and name of a device: by name, or by its number if no name is a number.
+
+    `in_table`: a table of samples could name their devices.
+    """
     names = device_names(run)
     if device is None:
         if len(names) > 1:
             whose = run.config.data.device_column
-            column = f", or a table with its column {whose!r}" if whose else ""
+            column = f", or a table with its column {whose!r}" if in_table and whose else ""
             raise InputError(f"{run.folder}: which device's model? Give --device NAME, or --device {GLOBAL}{column}")
         device = next(iter(names))
     if device in names:

@@ -150,6 +150,7 @@ def _interval(value: Mapping[str, float] | None, *, sign: bool = False, bare: bo
     if value is None:
         return "-"
     mean = f"{100 * value['mean']:+.2f}" if sign else f"{100 * value['mean']:.2f}"
+    mean = "0.00" if mean in ("+0.00", "-0.00") else mean
     return mean if bare or value["half_width"] is None else f"{mean} ± {100 * value['half_width']:.2f}"
 
 

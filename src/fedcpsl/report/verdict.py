@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from fedcpsl.report.loaded_runs import LoadedRun, RunSet
-from fedcpsl.runs.folder import read_device_table, read_manifest
+from fedcpsl.runs.folder import read_device_table, read_manifest, read_run_config
 from fedcpsl.runs.split_summary import read_split_summary
 
 LEVEL = 0.975  # of a two-sided interval of 95 %
@@ -18,6 +18,7 @@ Pairs = Sequence[tuple[float, float]]  # two accuracies of each device
 CaseSummary = Mapping[str, Any]
 BETTER, EQUAL, WORSE = "is better than", "is not significantly different from", "is worse than"
 USE_GLOBAL = "use the global model (--device global), or give it more weight with a smaller --beta"
+NO_TESTS = "no device has a test set, so no accuracy is known: give more samples of known class, or a larger data.test"
 TRAIN_ALONE = "a federation does not pay for these devices: train each alone"
 
 
@@ -123,13 +124,17 @@ def labels_seen(data: Any) -> str:
 
 def as_sentence(text: str) -> str:
     """Return a text with a capital letter and a full stop; names of algorithms stay as they are."""
-    return f"{text[:1].upper() if text.startswith(('the ', 'whether ', 'one ', 'use ')) else text[:1]}{text[1:]}."
+    return (
+        f"{text[:1].upper() if text.startswith(('the ', 'whether ', 'one ', 'use ', 'no ')) else text[:1]}{text[1:]}."
+    )
 
 
 def run_verdicts(folder: Path, final: Mapping[str, object]) -> list[str]:
     """Return the verdicts of a finished run, and how to get those that are missing."""
     if not final["finished"]:
         return []
+    if not any(row["personal"] for row in read_device_table(folder / "devices.csv")):
+        return [NO_TESTS]
     served = final["global"] is not None and "adapted_from" not in read_manifest(folder)
     missing = served and not (folder / "alone" / "devices.csv").exists()
     ask = f"whether devices would do as well alone is not known: run fedcpsl report {folder} --alone"
@@ -139,11 +144,16 @@ def run_verdicts(folder: Path, final: Mapping[str, object]) -> list[str]:
 def verdicts(folder: Path) -> list[str]:
     """Compare the personal models of a finished run with the global one, and with devices trained alone."""
     devices = read_device_table(folder / "devices.csv")
-    found = [verdict("the personal models", "the global one", [_pairs_with_global(devices)], USE_GLOBAL)]
+    pairs = _pairs_with_global(devices)
+    found = [verdict("the personal models", "the global one", [pairs], USE_GLOBAL)]
+    if pairs and not found[0] and any(row["localized"] for row in devices):
+        found = [f"the personal models are as accurate as the global one on each of {len(pairs)} devices"]
     path = folder / "alone" / "devices.csv"
     if path.exists():
         pairs = _pairs_with_alone(devices, read_device_table(path))
-        found.append(verdict("the personal models", "devices trained alone", [pairs], TRAIN_ALONE))
+        config = folder / "alone" / "config.toml"
+        name = f" ({read_run_config(config.parent).algorithm.name})" if config.exists() else ""
+        found.append(verdict("the personal models", f"devices trained alone{name}", [pairs], TRAIN_ALONE))
     return [text for text in found if text]
 
 

@@ -209,7 +209,11 @@ def inspect_datasets(data_dir: str = "") -> list[Part]:
             continue
         mend = f"fedcpsl data --dataset {name}"
         size = sum(file.size for file in PUBLISHED.get(name, {}).values())
-        purpose = f"downloaded when first used, {size / 1e6:.0f} MB" if size else "to be copied there by hand"
+        purpose = (
+            f"downloaded when first used, {size / 1e6:.0f} MB"
+            if size
+            else "not downloaded: copy it into your data folder"
+        )
         if name == "har":
             mend = "mkdir -p data/har && cp har_windows.npz data/har/ && export FEDCPSL_DATA=$PWD/data"
         try:

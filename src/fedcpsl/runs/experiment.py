@@ -378,10 +378,15 @@ def _stop_requests() -> Iterator[Callable[[], bool]]:
                 signal.signal(number, handler)
 
 
-def alone_config(config: Config) -> Config:
-    """Return the settings of a run whose devices train alone, as in a comparison with this run."""
+def alone_config(config: Config, *, searched: bool = False) -> Config:
+    """Return the settings of a run whose devices train alone, as in a comparison with this run.
+
+    Where the run's step size was searched, that of devices alone is searched too.
+    """
     own = optional(find_algorithm(config.algorithm.name)[0], "alone")
     alone = own(config.algorithm) if own else with_settings(config, {"algorithm.name": "local"}).algorithm
+    if searched and own:
+        alone = replace(alone, eta=SEARCH)
     run = replace(
         config.run, gaps=False, keep="metrics", executor=AUTO, slots=0, processes=AUTO, store=AUTO, device=AUTO
     )
@@ -398,7 +403,8 @@ def train_alone(folder: Path, watch: Watch) -> Path | None:
         return inside
     if (inside / "config.toml").is_file():
         return inside if resume(inside, watch).finished else None
-    experiment = build(alone_config(config))
-    if experiment.federation.digest != run_folders.read_manifest(folder)["split_sha256"]:
+    manifest = run_folders.read_manifest(folder)
+    experiment = build(alone_config(config, searched="step_size_search" in manifest))
+    if experiment.federation.digest != manifest["split_sha256"]:
         raise InputError(f"{folder}: the data has changed since the run began; restore the old data")
     return inside if start(experiment, inside, watch).finished else None

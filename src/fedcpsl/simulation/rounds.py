@@ -22,7 +22,7 @@ from fedcpsl.simulation.state import COUNT_BYTES, FiniteCheck, State, initial_st
 from fedcpsl.simulation.workers import choose_backend
 from fedcpsl.trees import Tree, bytes_of, leaves, map_tensors
 
-SMALLER = "use a smaller algorithm.eta (or algorithm.alpha_p)"
+SMALLER = "use a smaller algorithm.eta"
 
 
 def simulate(setup: Setup, start: State | None = None) -> Iterator[State]:

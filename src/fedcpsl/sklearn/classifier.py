@@ -84,8 +84,8 @@ def refuse_unseen(names: NDArray[Any], owner: NDArray[np.int64], known: NDArray[
     unseen = names[owner < 0].tolist()
     if unseen:
         raise ValueError(
-            f"device {unseen[0]!r} was not in fit; {did_you_mean(str(unseen[0]), map(str, known.tolist()))} "
-            'Leave device out, or give unseen="global", to use the global model'
+            f"device {unseen[0]!r} was not in fit; {did_you_mean(str(unseen[0]), map(str, known.tolist()))}; "
+            'to use the global model, leave device out or give unseen="global"'
         )
 
 
