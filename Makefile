@@ -85,7 +85,7 @@ uplink: .venv/ready
 
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[tables]'
 	touch $@
 
 .venv/ready-dev: .venv/ready

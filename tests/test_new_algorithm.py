@@ -9,6 +9,7 @@ from fedcpsl import algorithms
 from fedcpsl.cli import run_command
 
 from . import test_conformance as suite
+from .command import environment, fedcpsl
 from .test_docs import BLOCKS, LESS_WORK, commands
 
 PAGE = [block for block in BLOCKS if block.page == "algorithm.md" and block.language == "python"]
@@ -24,6 +25,25 @@ def added(tmp_path, monkeypatch):
     algorithms.all_algorithms.cache_clear()
     sys.modules.pop("fedcpsl.algorithms.fedpull", None)
     vars(algorithms).pop("fedpull", None)
+
+
+def test_a_folder_of_ones_own(tmp_path):
+    """From the command line, with the setting of its own; a file that is wrong is named in one line."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "fedpull.py").write_text(PAGE[0].content.replace("fedprox", "fedpull"))
+    named = {"env": environment() | {"FEDCPSL_ALGORITHMS": str(folder)}, "cwd": tmp_path}
+    less = ["--rounds", "2", "--set", "model.hidden=[8]", "--set", "algorithm.mu=0.5", "--out", tmp_path / "run"]
+    assert fedcpsl("run", "--algorithm", "fedpull", *less, **named).returncode == 0
+    assert fedcpsl("show", tmp_path / "run", **named).returncode == 0
+    for text, words in (("import nothing_of_that_name", "cannot be imported: ModuleNotFoundError"), ("", "lacks ")):
+        (folder / "wrong.py").write_text(text)
+        done = fedcpsl("run", "--dry-run", **named)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert f"algorithms/wrong.py: {words}" in done.stderr
+    absent = environment() | {"FEDCPSL_ALGORITHMS": str(tmp_path / "absent")}
+    done = fedcpsl("run", "--dry-run", env=absent, cwd=tmp_path)
+    assert (done.returncode, "absent: no such folder" in done.stderr) == (2, True)
 
 
 def test_the_page_shows_the_file_as_it_is():

@@ -1,7 +1,9 @@
-"""One file per algorithm, found by being here."""
+"""One file per algorithm, found by being here, or in a folder that FEDCPSL_ALGORITHMS names."""
 
+import os
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, cast
 
@@ -10,21 +12,35 @@ from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.problem import Costs
 from fedcpsl.settings import FAMILY
 
+FOLDERS = "FEDCPSL_ALGORITHMS"  # folders of further files, separated as in PATH
+__path__ += [folder for folder in os.environ.get(FOLDERS, "").split(os.pathsep) if folder]
+
 
 @cache
 def all_algorithms() -> dict[str, tuple[Algorithm, Any]]:
     """Every algorithm by name, with the file that implements it and its variant."""
     known: dict[str, tuple[Algorithm, Any]] = {}
+    for folder in __path__:
+        if not Path(folder).is_dir():
+            raise InputError(f"{FOLDERS}: {folder}: no such folder")
     for found in iter_modules(__path__):
-        file = cast(Algorithm, import_module(f"{__name__}.{found.name}"))
+        file, where = _imported(found.name), f"algorithms/{found.name}.py"
         missing = missing_names(file)
         if missing:
-            raise InputError(f"algorithms/{found.name}.py: lacks {', '.join(missing)}, which every algorithm needs")
+            raise InputError(f"{where}: lacks {', '.join(missing)}, which every algorithm needs")
         for name, variant in file.VARIANTS.items():
             if name in known:
-                raise ValueError(f"algorithms/{found.name}.py: {name!r} is the name of another algorithm already")
+                raise InputError(f"{where}: {name!r} is the name of another algorithm already; give it another")
             known[name] = (file, variant)
     return known
+
+
+def _imported(name: str) -> Algorithm:
+    """The file of an algorithm, or an error that says which file is wrong."""
+    try:
+        return cast(Algorithm, import_module(f"{__name__}.{name}"))
+    except Exception as error:
+        raise InputError(f"algorithms/{name}.py: cannot be imported: {type(error).__name__}: {error}") from error
 
 
 REPLACED_BY = {"broadcast": "broadcast_each", "contribution": "receive", "apply": "receive", "own_model": "adapted"}
