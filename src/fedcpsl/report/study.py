@@ -4,6 +4,7 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -181,10 +182,11 @@ def _steps(cells: Sequence[CaseResults]) -> str:
 
 
 def _best_points(study: Study, cells: Sequence[CaseResults]) -> list[Matrix]:
-    """Return for every row of a map its best points."""
+    """Return for every row of a map, panel by panel, its best points."""
     tables = []
-    for row in study.rows:
-        own = sorted((c for c in cells if c.line.row == row), key=lambda c: -mean_score(c)[0])
+    for row, panel in product(study.rows, study.panels):
+        of_panel = [c for c in cells if (c.line.row, c.line.panel) == (row, panel)]
+        own = sorted(of_panel, key=lambda c: -mean_score(c)[0])
         keys = list(own[0].line.point)
         rows = [
             [*(str(c.line.point[key]) for key in keys), f"{mean_score(c)[0]:.2f}", _spread(c), _steps([c])]
@@ -192,7 +194,7 @@ def _best_points(study: Study, cells: Sequence[CaseResults]) -> list[Matrix]:
         ]
         head = [*(key.partition(".")[2] for key in keys), "accuracy, %", "by seed", "steps"]
         which = f"the best five of {len(own)} points" if len(own) > 5 else "every point, the best first"
-        tables.append(Matrix(f"{row}: {which}. {STEPS}", head, rows))
+        tables.append(Matrix(f"{', '.join(filter(None, (row, panel)))}: {which}. {STEPS}", head, rows))
     return tables
 
 
