@@ -131,6 +131,14 @@ def test_allocations_are_what_they_are_defined_as(cell):
     assert lost == pytest.approx(np.full(len(gain), even.level), rel=1e-6, abs=1e-12)
 
 
+def test_a_channel_without_power_divides_the_bandwidth_without_a_warning(recwarn):
+    received = np.array([1e-40, 1e-42])  # so little that the rate is the same for every bandwidth
+    found = allocation.equal_time(1e7, np.zeros(2), np.full(2, 1e6), 0.2, received, 1e-20, 0.0)
+    assert np.isfinite(found.bandwidth).all()
+    assert found.bandwidth.sum() == pytest.approx(1e7)
+    assert not recwarn.list
+
+
 def test_bisection_finds_what_newton_finds():
     gain, bits = radio.gain(np.array([70.0, 100.0, 118.0])), np.array([1e6, 4e6, 2e6])
     noise = radio.noise_density(5)

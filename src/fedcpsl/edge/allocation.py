@@ -62,7 +62,8 @@ def equal_outage(
         return level, bandwidth * noise / floor - exponent / shrinks
 
     found = divided(total, len(bits), log_hazard)
-    return found._replace(level=float(-np.expm1(-np.exp(found.level))))
+    with np.errstate(over="ignore"):
+        return found._replace(level=float(-np.expm1(-np.exp(found.level))))
 
 
 def divided(total: float, devices: int, level: Level) -> Division:
@@ -74,6 +75,8 @@ def divided(total: float, devices: int, level: Level) -> Division:
     bandwidth = np.full(devices, total / devices)
     for _ in range(STEPS):
         value, slope = level(bandwidth)
+        if not slope.all():  # so little power that the level does not depend on the bandwidth any more
+            break
         share = bandwidth / slope
         common = (total - bandwidth.sum() + share @ value) / share.sum()
         step = (common - value) / slope

@@ -102,12 +102,12 @@ def _together(
     where = pieces[0][0].costs.device
     each: list[tuple[Tree, Tree, Tree]] = []
     for (finished, arrived), count in zip(pieces, counts, strict=True):
-        own = finished.device, finished.upload, finished.sent
+        own = finished.device, finished.upload, () if finished.sent is None else finished.sent
         if count < len(finished.group):
             rows = to_device(arrived, where)
             own = map_tensors(lambda t, i=rows: t[i], own)
         device, upload, sent = own
-        if sent is None:
+        if finished.sent is None:
             request, counted = requests[finished.run], [finished.group[i].device for i in arrived]
             sent = request.broadcast_to_each(counted) if len(pieces) == 1 else expanded(request, counted)
         each.append((device, upload, sent))
