@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcpsl.edge import allocation, compute, radio
+from fedcpsl.edge.timeline import channel_numbers
 from fedcpsl.edge.vectors import compared, read_formula_vector
 from fedcpsl.errors import InputError
 from fedcpsl.schedule import PURPOSES, normal, philox, uniforms
@@ -184,6 +185,13 @@ def test_philox_gives_the_known_answers():
     ]
     for counter, key, words in known:
         assert [int(w[0]) for w in philox([np.array([c], np.uint64) for c in counter], key)] == words
+
+
+def test_numbers_of_a_channel_are_the_same_in_blocks_of_rounds():
+    which = np.array([3, 17, 1])
+    for round in (0, 7, 8, 1234):
+        for devices in (20, 1000):  # few, in blocks of rounds; many, one round at a time
+            assert np.array_equal(channel_numbers(5, round, which, devices), uniforms(5, "channel", round, which, 4))
 
 
 def test_numbers_of_devices_depend_on_nothing_but_their_key():

@@ -68,9 +68,10 @@ def quantised_uploads(
 
 
 def uniform(words: NDArray[np.int16], like: Tensor) -> Tensor:
-    """Numbers in (0, 1) from words of 16 random bits: (word mod 2^15, made odd) / 2^15.
+    """Numbers in (0, 1) from words of 16 random bits: (word mod 2^15, made odd) / 2^15; overwrites the words.
 
     They are the middles of 2^14 equal intervals, so rounding by them is unbiased to 2^-15 of a step.
     """
-    odd = (words & np.int16(2**15 - 1)) | np.int16(1)
-    return torch.from_numpy(odd).to(like.device).to(like.dtype).mul_(2.0**-15)
+    words &= np.int16(2**15 - 1)
+    words |= np.int16(1)
+    return torch.from_numpy(words).to(like.device).to(like.dtype).mul_(2.0**-15)
