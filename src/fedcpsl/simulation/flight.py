@@ -23,18 +23,22 @@ def landed(
 ) -> tuple[tuple[Flight, ...], RoundRequest, list[Finished]]:
     """What is on its way after the round, the tasks that ended as a request's plan, and their devices as finished.
 
-    `begun` is what the round's own devices made. Those who end in the round in which they began stay together and are
-    counted as in any round; the others in the order of devices, so that it does not matter with whom each began.
+    `begun` is what the round's own devices made. Where they are large, those who end in the round in which they began
+    stay together and are counted as in any round; small ones are counted with the late ones, at once. Late ones go in
+    the order of devices, so that it does not matter with whom each began.
     """
     tasks = _ended_tasks(state, request)
+    late = [each for each in state.flight if each.task.device in tasks]
+    at_once = bool(late) and all(_is_small(each.device, each.upload, len(each.group)) for each in begun)
     staying, own = list[Flight](), list[Finished]()
     for finished in begun:
-        here, away = (
-            [i for i, t in enumerate(finished.group) if (t.device in tasks) == ends] for ends in (True, False)
-        )
-        own += [_some_of(finished, rows, tasks) for rows in _pieces(finished, here)]
+        here = [i for i, task in enumerate(finished.group) if task.device in tasks]
+        away = [i for i, task in enumerate(finished.group) if task.device not in tasks]
+        if at_once:
+            late += [_on_its_way(request, finished, i, copied=False) for i in here]
+        else:
+            own += [_some_of(finished, rows, tasks) for rows in _pieces(finished, here)]
         staying += [_on_its_way(request, finished, i) for i in away]
-    late = [each for each in state.flight if each.task.device in tasks]
     own += _late(run, sorted(late, key=lambda each: each.task.device), tasks)
     before = [each for each in state.flight if each.task.device not in tasks]
     working = sorted((task for finished in own for task in finished.group), key=lambda task: task.device)
@@ -57,7 +61,7 @@ def _ended_tasks(state: State, request: RoundRequest) -> dict[int, DeviceRound]:
 
 
 def _late(run: int, late: Sequence[Flight], tasks: Mapping[int, DeviceRound]) -> Iterator[Finished]:
-    """Devices that began in earlier rounds: small ones are counted at once, large ones where they are, uncopied."""
+    """Devices that are counted with what each was sent: small ones at once, large ones where they are, uncopied."""
     small = all(_is_small(each.kept, each.upload) for each in late)
     for some in [late] if small and late else [[each] for each in late]:
         trees = [(each.kept, each.upload, each.costs, each.sent) for each in some]
@@ -95,12 +99,15 @@ def _some_of(finished: Finished, rows: Sequence[int], tasks: Mapping[int, Device
     return Finished(finished.run, group, device, upload, costs, finite)
 
 
-def _on_its_way(request: RoundRequest, finished: Finished, row: int) -> Flight:
+def _on_its_way(request: RoundRequest, finished: Finished, row: int, *, copied: bool = True) -> Flight:
     """One of the devices that finished together, in memory of its own: others may be released, results overwritten."""
-    task, alone = finished.group[row], len(finished.group) == 1 and request.setup.machine.processes == 1
+    if len(finished.group) == 1 and request.setup.machine.processes == 1:
+        copied = False  # it is its own already
     trees = finished.device, finished.upload, finished.costs
-    kept, upload, costs = map_tensors(lambda t: t[row] if alone else t[row].clone(), trees)
-    sent = request.broadcast if request.rows is None else map_tensors(torch.clone, request.broadcast_to(task.device))
+    kept, upload, costs = map_tensors(lambda t: t[row].clone() if copied else t[row], trees)
+    task, sent = finished.group[row], request.broadcast
+    if request.rows is not None:
+        sent = map_tensors(torch.clone, request.broadcast_to(task.device))
     return Flight(task, kept, upload, sent, costs)
 
 
