@@ -194,17 +194,22 @@ def test_late_devices_are_not_drawn_while_they_compute():
             MACRO, availability="on-off", on_seconds=0.05, off_seconds=0.05, battery=0.5, recharge_w=0.1, upload_bits=4
         ),
         replace(MACRO, clock="semi-async", wait_for=1, flops_per_cycle=0.01),
+        replace(MACRO, clock="semi-async", wait_for=2, flops_per_cycle=1e-3, clock_ghz=[0.05, 5.0]),
     ],
-    ids=["deadline", "on-off", "semi-async"],
+    ids=["deadline", "on-off", "semi-async", "semi-async-2"],
 )
-def test_resumed_it_is_bit_for_bit_the_same(edge, tmp_path):
-    setup = make("fedcpsl", edge, work=replace(WORK, rounds=7))
+@pytest.mark.parametrize(("executor", "small"), [("sequential", 1 << 18), ("vectorised", 1 << 18), ("vectorised", 0)])
+def test_resumed_it_is_bit_for_bit_the_same(edge, executor, small, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedcpsl.simulation.flight.SMALL", small)  # 0: late uploads one by one, runs of rows as views
+    work = replace(WORK, rounds=7)
+    setup = make("fedcpsl", edge, work=work, executor=executor)
     states = all_states(setup)
     if edge.clock == "semi-async":
         assert any(state.flight for state in states[1:-1])
     for state in states[1:-1]:
         save_checkpoint(tmp_path, state)
-        loaded = load_checkpoint(checkpoints(tmp_path)[-1], make("fedcpsl", edge, work=replace(WORK, rounds=7)))
+        again = make("fedcpsl", edge, work=work, executor=executor)
+        loaded = load_checkpoint(checkpoints(tmp_path)[-1], again)
         assert_same_edge(loaded, state)
         again = all_states(loaded.setup, loaded)
         assert len(again) == 7 - state.round
@@ -285,6 +290,23 @@ def test_personal_rounds_have_a_clock_and_no_radio():
     assert states[-1].edge.radio_joules == states[2].edge.radio_joules
     assert states[-1].edge.seconds > states[2].edge.seconds
     assert states[-1].edge.compute_joules > states[2].edge.compute_joules
+
+
+def test_batteries_are_recharged_before_personal_rounds_too():
+    # with a strong charger, whoever waited for others in the round before is full again
+    edge = replace(MACRO, battery=100.0, recharge_w=1e9, kappa=1e-21)
+    states = all_states(make("fedcpsl", edge, work=replace(WORK, rounds=2, personal_rounds=2)))
+    before, last = states[-2].edge, states[-1].edge
+    waited = before.records.device[before.records.compute < 0.999 * before.round_seconds]
+    assert len(waited)
+    spent = (last.joules - before.joules).sum(0)
+    assert spent.min() > 1e-3
+    assert last.battery[waited] == pytest.approx(100.0 - spent[waited], abs=1e-6)
+
+
+def test_more_spare_devices_than_there_are_is_refused():
+    with pytest.raises(InputError, match=r"edge.extra = 9: there are \d devices beyond work.active = 4; give at most"):
+        make("fedcpsl", replace(MACRO, extra=9), work=replace(WORK, active=4))
 
 
 @pytest.mark.parametrize("name", sorted(PROFILES))

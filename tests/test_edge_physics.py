@@ -193,6 +193,18 @@ def test_a_battery_recharges_while_its_device_is_idle_and_there(tmp_path):
     assert levels == [(0.03, False), (0.08, False), (0.13, True), (0.15, True)]
 
 
+def test_a_download_that_outlasts_the_deadline_ends_with_the_round(tmp_path):
+    # at 300 km the download takes longer than the deadline: no step, no radio energy, and free for the next round
+    where = file_of(tmp_path, "device,distance\nd0,10\nd1,300000\n")
+    terms = terms_of(replace(STILL, positions=where, deadline=2.0, slot=0.5), devices=2)
+    outcome = a_round(terms, initial_edge_state(terms))
+    assert outcome.ended.download[1] > 2.0
+    assert [OUTCOMES[kind] for kind in outcome.ended.outcome] == ["counted", "idle"]
+    assert outcome.ended.radio_joules[1] == 0
+    assert outcome.state.seconds == 2.0
+    assert is_there(terms, outcome.state, np.arange(2)).all()
+
+
 # Measurements.
 
 
@@ -219,10 +231,13 @@ def test_measured_capacities_take_the_place_of_formulas(tmp_path):
         ("trace", "device,start,end\nd9,0,5\n", "device 'd9' is not among the 4 devices; did you mean"),
         ("trace", "device,start,end\n", "has no interval"),
         ("trace", "device,from,to\nd0,1,2\n", "must name the columns device,start,end"),
-        ("trace", "device,start,end\nd0,now,5\n", "line 2: start = 'now' is no number"),
+        ("trace", "device,start,end\nd0,now,5\n", "line 2: start = 'now' is no number; give one"),
+        ("trace", "device,start,end\nd0,0,5,7\n", "line 2: has more cells than the 3 columns"),
+        ("positions", "device,x,y\nd0,1,1\nd1,2,2\nd0,3,3\n", "line 4: is of the same device as line 2; leave one"),
         ("positions", "device,x,y\nd0,1,1\n", "has no row for device 'd1'"),
         ("positions", "device,distance\nd0,-5\n", "distance = -5; give a number of at least 0"),
         ("capacities", "device,seconds_per_sample,up_mbit,down_mbit\nd0,0,1,1\n", "seconds_per_sample = 0; give"),
+        ("capacities", "device,seconds_per_sample,up_mbit,down_mbit\nd0,1,1,1\nd0,,1,\n", "same device as line 2"),
     ],
 )
 def test_bad_files_get_one_line(setting, text, said, tmp_path):
@@ -234,6 +249,13 @@ def test_bad_files_get_one_line(setting, text, said, tmp_path):
     assert "\n" not in str(error.value)
     with pytest.raises(InputError, match="no such file"):
         terms_of(replace(edge, **{setting: str(tmp_path / "none.csv")}))
+
+
+def test_an_unknown_device_of_many_gets_a_short_line(tmp_path):
+    edge = replace(STILL, availability="trace", trace=file_of(tmp_path, "device,start,end\nx,0,5\n"))
+    with pytest.raises(InputError, match="device 'x' is not among the 5000 devices; see the names") as error:
+        terms_of(edge, devices=5000)
+    assert len(str(error.value)) < 300
 
 
 # Rounding, and weights.
@@ -251,6 +273,21 @@ def test_rounded_numbers_lie_on_the_grid_within_a_step(values, bits, seed):
     if step > 1e-9:
         grid = (found - x.min()) / step
         assert (grid - grid.round()).abs().max() < 1e-5
+
+
+def test_rounding_is_that_of_each_device_however_many_are_rounded_at_once(monkeypatch):
+    upload = torch.randn(5, 7, 4).transpose(1, 2), torch.arange(5)  # one that does not lie in a row, and counts
+    before = quantised_uploads(upload, 8, [28], 0, 3, range(5))
+    assert torch.equal(before[1], upload[1])
+    step = (upload[0].amax((1, 2)) - upload[0].amin((1, 2))) / 255
+    assert ((before[0] - upload[0]).abs().amax((1, 2)) <= 1.001 * step).all()
+    monkeypatch.setattr("fedcpsl.edge.quantise.AT_ONCE", 60)  # two devices
+    assert torch.equal(quantised_uploads(upload, 8, [28], 0, 3, range(5))[0], before[0])
+
+
+def test_what_lies_on_the_grid_stays():
+    x = torch.arange(256.0).expand(200, 256)
+    assert torch.equal(quantised_uploads((x,), 8, [256], 0, 0, range(200))[0], x)
 
 
 def test_rounding_is_unbiased_and_keyed():
@@ -284,8 +321,14 @@ def test_inverse_weights_are_unbiased():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"bandwidth_up_mhz": -1.0}, "edge.bandwidth_up_mhz = -1.0: give a number above 0"),
+        ({"bandwidth_up_mhz": -1.0}, "edge.bandwidth_up_mhz = -1.0: give a number from 1e-06 to 1e+06"),
+        ({"bandwidth_up_mhz": float("inf")}, "edge.bandwidth_up_mhz = inf: give a number from 1e-06 to 1e+06"),
+        ({"flops_per_cycle": 1e-300}, "edge.flops_per_cycle = 1e-300: give a number from 1e-09 to 1e+09"),
+        ({"kappa": 1e300}, "edge.kappa = 1e+300: give a number from 0 to 1"),
+        ({"on_seconds": 1e-9}, "edge.on_seconds = 1e-09: give a number from 0.001"),
+        ({"clock_ghz": [float("nan"), 1.0]}, "edge.clock_ghz = [nan, 1.0]: give two numbers from 1e-06 to 1000"),
         ({"profile": "mars"}, "edge.profile = 'mars': no such profile"),
+        ({"profile": []}, "edge.profile = []: no such profile; known: ideal, macro"),
         ({"deadline": 5.0}, "edge.deadline: needs an upload slot; give edge.slot"),
         ({"slot": 5.0}, "edge.slot: is part of a deadline"),
         ({"deadline": 5.0, "slot": 5.0}, "leaves no time to compute"),

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcpsl.edge import allocation, compute, radio
+from fedcpsl.edge.timeline import channel_numbers
 from fedcpsl.edge.vectors import compared, read_formula_vector
 from fedcpsl.errors import InputError
 from fedcpsl.schedule import PURPOSES, normal, philox, uniforms
@@ -140,6 +141,14 @@ def test_bandwidth_is_divided_also_where_every_upload_is_lost():
     assert (np.diff(even.bandwidth) > 0).all()
 
 
+def test_a_channel_without_power_divides_the_bandwidth_without_a_warning(recwarn):
+    received = np.array([1e-40, 1e-42])  # so little that the rate is the same for every bandwidth
+    found = allocation.equal_time(1e7, np.zeros(2), np.full(2, 1e6), 0.2, received, 1e-20, 0.0)
+    assert np.isfinite(found.bandwidth).all()
+    assert found.bandwidth.sum() == pytest.approx(1e7)
+    assert not recwarn.list
+
+
 def test_bisection_finds_what_newton_finds():
     gain, bits = radio.gain(np.array([70.0, 100.0, 118.0])), np.array([1e6, 4e6, 2e6])
     noise = radio.noise_density(5)
@@ -185,6 +194,13 @@ def test_philox_gives_the_known_answers():
     ]
     for counter, key, words in known:
         assert [int(w[0]) for w in philox([np.array([c], np.uint64) for c in counter], key)] == words
+
+
+def test_numbers_of_a_channel_are_the_same_in_blocks_of_rounds():
+    which = np.array([3, 17, 1])
+    for round in (0, 7, 8, 1234):
+        for devices in (20, 1000):  # few, in blocks of rounds; many, one round at a time
+            assert np.array_equal(channel_numbers(5, round, which, devices), uniforms(5, "channel", round, which, 4))
 
 
 def test_numbers_of_devices_depend_on_nothing_but_their_key():

@@ -49,10 +49,10 @@ def stream(seed: int, purpose: str, *where: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(_entropy(seed, purpose, *where)))
 
 
-def random_words(count: int, seed: int, purpose: str, *where: int) -> NDArray[np.int32]:
-    """Words of 32 random bits, keyed as `stream` is: for where as many are drawn as a model has parameters."""
-    pairs = np.random.SFC64(_entropy(seed, purpose, *where)).random_raw(-(-count // 2))
-    return pairs.astype("<u8", copy=False).view("<i4")[:count].astype(np.int32, copy=False)
+def random_words(count: int, seed: int, purpose: str, *where: int) -> NDArray[np.int16]:
+    """Words of 16 random bits, keyed as `stream` is: for where as many are drawn as a model has parameters."""
+    fours = np.random.SFC64(_entropy(seed, purpose, *where)).random_raw(-(-count // 4))
+    return fours.astype("<u8", copy=False).view("<i2")[:count].astype(np.int16, copy=False)
 
 
 def _entropy(seed: int, purpose: str, *where: int) -> np.random.SeedSequence:

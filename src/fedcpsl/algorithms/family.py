@@ -446,7 +446,7 @@ def late(method: Method, total: Sum, sent: Broadcast, server: Server, weight: Te
     """omega_i (c^s - c^r) is added to what c needs: the device answers, and its c_i changes by, the c^s it was sent."""
     if not _parts(method).control_variates:
         return total
-    return total._replace(control=total.control + weight[..., None] * (sent.c - server.c))
+    return total._replace(control=torch.addcmul(total.control, weight[..., None], sent.c - server.c))
 
 
 def apply(method: Method, server: Server, total: Sum, devices: int) -> Server:

@@ -75,6 +75,8 @@ def divided(total: float, devices: int, level: Level) -> Division:
     bandwidth = np.full(devices, total / devices)
     for _ in range(STEPS):
         value, slope = level(bandwidth)
+        if not slope.all():  # so little power that the level does not depend on the bandwidth any more
+            break
         share = bandwidth / slope
         common = (total - bandwidth.sum() + share @ value) / share.sum()
         step = (common - value) / slope

@@ -14,6 +14,7 @@ from fedcpsl.errors import InputError, did_you_mean
 
 COORDINATES, DISTANCE = ("device", "x", "y"), ("device", "distance")
 INTERVALS = ("device", "start", "end")
+MOST_LISTED = 100  # devices up to which a message may list all of them
 CAPACITIES = ("device", "seconds_per_sample", "up_mbit", "down_mbit")
 
 
@@ -45,6 +46,8 @@ def rows_of(path: Path, setting: str, kinds: Sequence[Sequence[str]]) -> Iterato
                 raise InputError(f"{setting} = {str(path)!r}: its first line must name the columns {listed}")
             table.fieldnames = columns
             for row in table:
+                if None in row:
+                    raise InputError(f"{path}, line {table.line_num}: has more cells than the {len(columns)} columns")
                 yield table.line_num, {key: (value or "").strip() for key, value in row.items() if isinstance(key, str)}
     except FileNotFoundError:
         raise InputError(f"{setting} = {str(path)!r}: no such file") from None
@@ -55,10 +58,9 @@ def rows_of(path: Path, setting: str, kinds: Sequence[Sequence[str]]) -> Iterato
 def device_number(names: Mapping[str, int], row: Mapping[str, str], where: str) -> int:
     """The number of the device that a row is about."""
     if row["device"] not in names:
-        raise InputError(
-            f"{where}: device {row['device']!r} is not among the {len(names)} devices; "
-            f"{did_you_mean(row['device'], list(names))}"
-        )
+        few = len(names) <= MOST_LISTED
+        hint = did_you_mean(row["device"], list(names)) if few else "see the names that `fedcpsl data` shows"
+        raise InputError(f"{where}: device {row['device']!r} is not among the {len(names)} devices; {hint}")
     return names[row["device"]]
 
 
@@ -67,18 +69,26 @@ def number(row: Mapping[str, str], column: str, where: str, low: float = -np.inf
     try:
         value = float(row[column])
     except (ValueError, KeyError):
-        raise InputError(f"{where}: {column} = {row.get(column)!r} is no number") from None
+        raise InputError(f"{where}: {column} = {row.get(column)!r} is no number; give one") from None
     if not isfinite(value) or value < low:
         raise InputError(f"{where}: {column} = {value:g}; give a number of at least {low:g}")
     return value
 
 
+def refuse_second(lines: dict[int, int], device: int, line: int, where: str) -> None:
+    """Refuse a second row of one device; `lines` has the line of each so far."""
+    if device in lines:
+        raise InputError(f"{where}: is of the same device as line {lines[device]}; leave one of the two out")
+    lines[device] = line
+
+
 def read_positions(path: Path, names: Mapping[str, int]) -> tuple[Numbers, Numbers]:
     """Where devices are, x and y in metres; a file of distances puts each on the x axis."""
-    place = np.full((2, len(names)), np.nan)
+    place, lines = np.full((2, len(names)), np.nan), dict[int, int]()
     for line, row in rows_of(path, "edge.positions", (COORDINATES, DISTANCE)):
         where = f"{path}, line {line}"
         device = device_number(names, row, where)
+        refuse_second(lines, device, line, where)
         if "distance" in row:
             place[:, device] = number(row, "distance", where, 0.0), 0.0
         else:
@@ -93,7 +103,7 @@ def read_trace(path: Path, names: Mapping[str, int]) -> Trace:
     """When devices are there; one that has no row never is."""
     found = list(rows_of(path, "edge.trace", (INTERVALS,)))
     if not found:
-        raise InputError(f"edge.trace = {str(path)!r}: has no interval, so nobody is ever there")
+        raise InputError(f"edge.trace = {str(path)!r}: has no interval, so nobody is ever there; give some")
     devices, start, end = np.zeros(len(found), np.int64), np.zeros(len(found)), np.zeros(len(found))
     for i, (line, row) in enumerate(found):
         where = f"{path}, line {line}"
@@ -128,10 +138,11 @@ def trace_of(devices: NDArray[np.int64], start: Numbers, end: Numbers, count: in
 
 def read_capacities(path: Path, names: Mapping[str, int]) -> Capacities:
     """What devices can do; an empty cell is not measured."""
-    found = np.full((3, len(names)), np.nan)
+    found, lines = np.full((3, len(names)), np.nan), dict[int, int]()
     for line, row in rows_of(path, "edge.capacities", (CAPACITIES,)):
         where = f"{path}, line {line}"
         device = device_number(names, row, where)
+        refuse_second(lines, device, line, where)
         for i, column in enumerate(CAPACITIES[1:]):
             if row[column]:
                 value = number(row, column, where, 0.0)

@@ -95,8 +95,10 @@ def _played(state: EdgeState, records: Records, weight: Numbers) -> Played:
 
 
 def _on_their_way(terms: EdgeTerms, state: EdgeState, records: Records) -> EdgeState:
-    """The drawn are busy until their part ends, and their batteries pay for it."""
+    """The drawn are busy until their part ends, or the deadline ends the round; their batteries pay for it."""
     ends = ends_of(records)
+    if terms.deadline is not None:  # a download may be longer
+        ends = np.minimum(ends, records.start + terms.deadline)
     state.busy_until[records.device] = ends
     if terms.has_batteries:
         level = state.battery[records.device] - records.compute_joules - records.radio_joules

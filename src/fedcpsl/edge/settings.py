@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from math import isfinite
 from types import MappingProxyType
 from typing import Any
 
@@ -13,17 +12,18 @@ OFF, NONE = "off", "none"
 FILES = ("positions", "capacities", "trace")  # settings that name a file
 
 
-def _is_positive_range(value: Any) -> bool:
-    plain = isinstance(value, list) and len(value) == 2 and not any(isinstance(v, bool | str) for v in value)
-    return plain and all(isinstance(v, int | float) and isfinite(v) for v in value) and 0 < value[0] <= value[1]
-
-
 def _is_bits(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 16
 
 
-def positive_range(default: list[float], help: str) -> Any:
-    return setting_of(default, help, "two numbers above 0, the smaller first", _is_positive_range)
+def positive_range(default: list[float], help: str, low: float, high: float) -> Any:
+    """Two numbers of an interval, the smaller first."""
+
+    def test(value: Any) -> bool:
+        plain = isinstance(value, list) and len(value) == 2 and not any(isinstance(v, bool | str) for v in value)
+        return plain and all(isinstance(v, int | float) for v in value) and low <= value[0] <= value[1] <= high
+
+    return setting_of(default, help, f"two numbers from {low:g} to {high:g}, the smaller first", test)
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Edge:
         "ideal",
     )
     radius: float = real(
-        500.0, "metres from the base station within which devices are placed, evenly over the area", 10
+        500.0, "metres from the base station within which devices are placed, evenly over the area", 10, 1e9
     )
-    altitude: float = real(0.0, "metres of the base station above the devices, as of a satellite", 0)
+    altitude: float = real(0.0, "metres of the base station above the devices, as of a satellite", 0, 1e9)
     positions: str = text("", "a CSV file of where devices are: device,x,y or device,distance, in metres")
     path_loss: str = choice(
         "macro",
@@ -61,9 +61,9 @@ class Edge:
     interference_dbm: float | str = real(NONE, "interference at the base station", -200, 60, also=(NONE,))
     device_dbm: float = real(23.0, "transmit power of devices", -50, 60)
     station_dbm: float = real(43.0, "transmit power of the base station", -50, 100)
-    bandwidth_up_mhz: float = real(10.0, "bandwidth that a round's devices share for uploads", 0, open_ends="[")
+    bandwidth_up_mhz: float = real(10.0, "bandwidth that a round's devices share for uploads", 1e-6, 1e6)
     bandwidth_down_mhz: float = real(
-        20.0, "bandwidth of the broadcast; shared equally where each device is sent its own", 0, open_ends="["
+        20.0, "bandwidth of the broadcast; shared equally where each device is sent its own", 1e-6, 1e6
     )
     download: str = choice("radio", "whether downloads take time", "radio", "free")
     allocation: str = choice(
@@ -74,18 +74,20 @@ class Edge:
         "equal-time",
         "equal-outage",
     )
-    flops_per_cycle: float = real(64.0, "floating-point operations of a processor cycle", 0, open_ends="[")
-    clock_ghz: list[float] = positive_range([0.5, 2.0], "range of the devices' clocks, uniform, fixed for a run")
+    flops_per_cycle: float = real(64.0, "floating-point operations of a processor cycle", 1e-9, 1e9)
+    clock_ghz: list[float] = positive_range(
+        [0.5, 2.0], "range of the devices' clocks, uniform, fixed for a run", 1e-6, 1e3
+    )
     clock_sigma: float = real(0.1, "spread of a log-normal factor of each clock, drawn each round", 0, 3)
-    kappa: float = real(1e-28, "energy of a cycle is kappa f^2 joules, f in hertz", 0)
+    kappa: float = real(1e-28, "energy of a cycle is kappa f^2 joules, f in hertz", 0, 1)
     capacities: str = text(
         "", "a CSV file of measurements: device,seconds_per_sample,up_mbit,down_mbit; empty cells: as computed"
     )
     deadline: float | str = real(
-        NONE, "seconds after which a round ends; none: the server waits", 0, open_ends="[", also=(NONE,)
+        NONE, "seconds after which a round ends; none: the server waits", 0, 1e9, open_ends="[", also=(NONE,)
     )
     slot: float | str = real(
-        NONE, "seconds of an upload under a deadline, at a fixed rate", 0, open_ends="[", also=(NONE,)
+        NONE, "seconds of an upload under a deadline, at a fixed rate", 0, 1e9, open_ends="[", also=(NONE,)
     )
     on_deadline: str = choice(
         "partial",
@@ -99,7 +101,9 @@ class Edge:
         "outage",
         "waterfall",
     )
-    waterfall_margin: float = real(1.0, 'm of the waterfall 1 - exp(-m noise / signal) (error_rule "waterfall")', 0)
+    waterfall_margin: float = real(
+        1.0, 'm of the waterfall 1 - exp(-m noise / signal) (error_rule "waterfall")', 0, 1e6
+    )
     extra: int = whole(0, "devices drawn beyond work.active; the first work.active uploads to arrive count", 0)
     availability: str = choice(
         "always",
@@ -109,25 +113,25 @@ class Edge:
         "daily",
         "trace",
     )
-    on_seconds: float = real(600.0, 'mean seconds that a device is there (availability "on-off")', 0, open_ends="[")
-    off_seconds: float = real(600.0, 'mean seconds that it is not (availability "on-off")', 0, open_ends="[")
-    day_seconds: float = real(86400.0, 'seconds of a day (availability "daily")', 0, open_ends="[")
+    on_seconds: float = real(600.0, 'mean seconds that a device is there (availability "on-off")', 0.001, 1e12)
+    off_seconds: float = real(600.0, 'mean seconds that it is not (availability "on-off")', 0.001, 1e12)
+    day_seconds: float = real(86400.0, 'seconds of a day (availability "daily")', 1, 1e12)
     presence: list[float] = positive_range(
-        [1.0, 1.0], 'range of p_i: a device is there with p_i (0.5 + 0.4 sin(...)) (availability "daily")'
+        [1.0, 1.0], 'range of p_i: a device is there with p_i (0.5 + 0.4 sin(...)) (availability "daily")', 1e-6, 1e3
     )
     trace: str = text("", 'a CSV file of who is there, device,start,end in seconds (availability "trace")')
     battery: float | str = real(
-        NONE, "joules that a device has at the start, and at most", 0, open_ends="[", also=(NONE,)
+        NONE, "joules that a device has at the start, and at most", 0, 1e15, open_ends="[", also=(NONE,)
     )
-    battery_minimum: float = real(0.0, "joules at or below which a device does not take part", 0)
-    recharge_w: float = real(0.0, "watts that recharge a battery while its device is idle and there", 0)
+    battery_minimum: float = real(0.0, "joules at or below which a device does not take part", 0, 1e15)
+    recharge_w: float = real(0.0, "watts that recharge a battery while its device is idle and there", 0, 1e9)
     upload_bits: int = setting_of(
         0, "bits of an entry of an upload, rounded stochastically; 0: as it is", "a whole number from 0 to 16", _is_bits
     )
     correction: str = choice(
         "none", "of the bias of lost uploads: inverse divides theta's terms by 1 - P_out", "none", "inverse"
     )
-    correction_cap: float = real(10.0, "the largest factor of that correction", 1)
+    correction_cap: float = real(10.0, "the largest factor of that correction", 1, 1e6)
     clock: str = choice(
         "rounds",
         "rounds: the server waits for all; semi-async: it updates once wait_for uploads have arrived, later ones count "
@@ -201,7 +205,7 @@ PROFILES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 def of_profile(name: Any) -> Edge:
     """The settings of a profile."""
-    if name not in PROFILES:
+    if not isinstance(name, str) or name not in PROFILES:
         shown = name if isinstance(name, str) else ""
         raise InputError(f"edge.profile = {name!r}: no such profile; {did_you_mean(shown, list(PROFILES))}")
     return replace(Edge(), profile=name, **PROFILES[name])

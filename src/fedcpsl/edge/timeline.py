@@ -1,5 +1,7 @@
 """What each drawn device does in its part of a round: downloads, computes, sends; and what stops it."""
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,11 +23,27 @@ from fedcpsl.edge.state import BATTERY, COUNTED, DROPPED, IDLE, LEFT, LOST, Edge
 from fedcpsl.schedule import normal, uniforms
 
 Flags = NDArray[np.bool_]
+ROUNDS_AT_ONCE, FEW = 16, 64  # of so few devices, numbers of several rounds take hardly longer than those of one
+
+
+@lru_cache(maxsize=1024)  # more than runs go side by side
+def _numbers_of_rounds(seed: int, block: int, devices: int) -> Numbers:
+    """The numbers of all devices in a block of rounds, [4, rounds, devices]."""
+    rounds = np.arange(block * ROUNDS_AT_ONCE, (block + 1) * ROUNDS_AT_ONCE)
+    everybody = np.tile(np.arange(devices), len(rounds))
+    return uniforms(seed, "channel", np.repeat(rounds, devices), everybody, 4).reshape(4, len(rounds), devices)
+
+
+def channel_numbers(seed: int, round: int, which: NDArray[np.int64], devices: int) -> Numbers:
+    """Four numbers in (0, 1) of each device for its fading and clock, [4, which], keyed by (seed, round, device)."""
+    if devices > FEW:
+        return uniforms(seed, "channel", round, which, 4)
+    return _numbers_of_rounds(seed, round // ROUNDS_AT_ONCE, devices)[:, round % ROUNDS_AT_ONCE, which]
 
 
 def fades_and_clocks(terms: EdgeTerms, round: int, devices: NDArray[np.int64]) -> tuple[Numbers, Numbers, Numbers]:
     """A round's fading of some devices' channels, down and up, and their clocks."""
-    down, up, u, v = uniforms(terms.seed, "channel", round, devices, 4)
+    down, up, u, v = channel_numbers(terms.seed, round, devices, terms.devices)
     hertz = clock(terms.cell.clock[devices], terms.settings.clock_sigma, normal(u, v))
     if terms.settings.fading == "none":
         return np.ones(len(devices)), np.ones(len(devices)), hertz

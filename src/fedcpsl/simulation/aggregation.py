@@ -56,7 +56,7 @@ def keep_and_count(
                 state.setup.terms.algorithm,
                 id(method.network.module),
                 method[1:],
-                _counts_late(state) and finished.run,
+                finished.sent is not None and (finished.run, "late"),
             )
             alike.setdefault(key, []).append((finished, arrived))
     for pieces in alike.values():
@@ -93,7 +93,7 @@ def _count(
             yield finished.run, [Received(sent_by, map_tensors(lambda t, i=mine: t[i], upload), weights[mine])]
         return
     added = algorithm.contribution(method, hyper, upload, weights)
-    if _counts_late(states[pieces[0][0].run]):  # each answers the broadcast that it was sent then
+    if pieces[0][0].sent is not None:  # each answers the broadcast that it was sent then
         added = optional(algorithm, "late")(method, added, broadcast, states[pieces[0][0].run].server, weights)
     factors = [f.group[i].weight for f, arrived in pieces for i in arrived for _ in range(f.group[i].copies)]
     if any(factor != 1 for factor in factors):
@@ -103,10 +103,6 @@ def _count(
         yield finished.run, rebuilt(added, total)
 
 
-def _counts_late(state: State) -> bool:
-    return state.setup.edge is not None and state.setup.edge.semi_async
-
-
 def _together(
     requests: Sequence[RoundRequest], pieces: Sequence[Arrived], counts: Sequence[int]
 ) -> tuple[Tree, Tree, Tree]:
@@ -114,12 +110,15 @@ def _together(
     where = pieces[0][0].costs.device
     each: list[tuple[Tree, Tree, Tree]] = []
     for (finished, arrived), count in zip(pieces, counts, strict=True):
-        own = finished.device, finished.upload
+        own = finished.device, finished.upload, () if finished.sent is None else finished.sent
         if count < len(finished.group):
             rows = to_device(arrived, where)
             own = map_tensors(lambda t, i=rows: t[i], own)
-        request, counted = requests[finished.run], [finished.group[i].device for i in arrived]
-        each.append((*own, request.broadcast_to_each(counted) if len(pieces) == 1 else expanded(request, counted)))
+        device, upload, sent = own
+        if finished.sent is None:
+            request, counted = requests[finished.run], [finished.group[i].device for i in arrived]
+            sent = request.broadcast_to_each(counted) if len(pieces) == 1 else expanded(request, counted)
+        each.append((device, upload, sent))
     if len(each) == 1:
         return each[0]
     together: tuple[Tree, Tree, Tree] = map_tensors(lambda *t: torch.cat(t), *each)

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcpsl.algorithm import Method, optional
+from fedcpsl.edge.availability import is_there
 from fedcpsl.edge.cell import EdgeTerms, Load, edge_terms
 from fedcpsl.edge.compute import Passes, compute_joules, cycles, flops, visit_cycles
 from fedcpsl.edge.quantise import quantised_bits
@@ -43,12 +44,18 @@ def with_edge(setup: Setup, edge: Edge) -> Setup:
 def _refuse_what_the_algorithm_lacks(setup: Setup, edge: Edge) -> None:
     terms, algorithm = setup.terms, setup.terms.algorithm
     weighted, semi = optional(algorithm, "draw_weights") is not None, edge.clock == "semi-async"
+    others = terms.devices - terms.work.active
     problems = [
         (
             terms.method.traits.probe is not None or optional(algorithm, "reply_each") is not None,
             "[edge]: this algorithm has a second exchange in a round, which has no clock here; leave [edge] out",
         ),
         (weighted and edge.extra > 0, "edge.extra: this algorithm draws devices by weights of its own; give 0"),
+        (
+            edge.extra > others and not terms.method.traits.everyone,
+            f"edge.extra = {edge.extra}: there are {others} devices beyond work.active = {terms.work.active}; "
+            "give at most that",
+        ),
         (
             edge.correction == "inverse" and optional(algorithm, "reweighted") is None,
             'edge.correction = "inverse": this algorithm has no `reweighted`, so it cannot weigh updates; give "none"',
@@ -128,6 +135,7 @@ def draw_there(state: State, weights: NDArray[np.float64] | None) -> tuple[Drawn
     assert state.edge is not None
     roster = terms.roster(round)
     if round >= terms.rounds:  # a device needs nobody to train its own model
+        is_there(setup.edge, state.edge, roster)  # its battery may have been recharged
         return Drawn(state.edge, roster), dict.fromkeys(roster.tolist(), 1)
     if weights is not None:
         drawn = drawn_devices(setup.edge, state.edge, roster, len(roster))

@@ -39,6 +39,7 @@ class Finished(NamedTuple):
     upload: Tree
     costs: Tensor  # [devices, models]: means over the steps
     finite: Tensor  # [devices]: whether all of it is finite
+    sent: Tree | None = None  # what they were sent, where that was in an earlier round
 
 
 LocalSteps = Callable[[Program, Tree, Tree, BatchPlan, Sequence[int]], Tree]

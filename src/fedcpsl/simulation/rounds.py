@@ -15,7 +15,7 @@ from fedcpsl.schedule import DeviceRound, Probe, draw_active, draw_by_weight, dr
 from fedcpsl.simulation.aggregation import Received, keep_and_count, probed, replied, samples_at_server
 from fedcpsl.simulation.edge import draw_there, played
 from fedcpsl.simulation.executors import Finished, LocalRounds, local_rounds
-from fedcpsl.simulation.flight import begun, landed
+from fedcpsl.simulation.flight import landed
 from fedcpsl.simulation.round_request import RoundRequest, TrainingData, broadcasts_to, joint_data, training_data_of
 from fedcpsl.simulation.setup import Setup
 from fedcpsl.simulation.state import COUNT_BYTES, FiniteCheck, State, initial_state, knowing_labels, load, unload
@@ -222,9 +222,8 @@ def _arrivals(
     for i, (state, plan, request) in enumerate(zip(states, plans, requests, strict=True)):
         own = [finished for finished in all_finished if finished.run == i]
         if plan is not None and state.setup.edge is not None and state.setup.edge.semi_async:
-            state = state._replace(flight=state.flight + begun(request, own))
-            rest, counting[i], own = landed(state, request, i)
-            states[i] = state._replace(flight=rest)
+            flight, counting[i], own = landed(state, request, i, own)
+            states[i] = state._replace(flight=flight)
         arrived += own
     return states, counting, arrived
 
