@@ -2,6 +2,7 @@
 
 import csv
 import io
+import shlex
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import product
@@ -430,7 +431,7 @@ def made_with(cells: Sequence[CaseResults], seeds: Sequence[int]) -> str:
 def commands_of(cells: Sequence[CaseResults]) -> list[str]:
     """Return the commands that made a study's runs, without output folders."""
     given = [read_manifest(folder)["command"] for cell in cells for folder in cell.folders]
-    return list(dict.fromkeys(" ".join(_without_out(words)) for words in given))
+    return list(dict.fromkeys(shlex.join(_without_out(words)) for words in given))
 
 
 def _without_out(words: Sequence[str]) -> list[str]:

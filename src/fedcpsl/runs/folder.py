@@ -4,6 +4,7 @@ confusion.csv, the confusion matrices over all tests. Imports nothing heavy: nei
 import csv
 import io
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -158,8 +159,8 @@ def command_for_all(folder: Path) -> str:
     """Return the command that resumes a run of a group: a comparison is resumed, a study is started again."""
     comparison = folder.parent.parent
     if (comparison / "comparison.json").is_file():
-        return f"fedcpsl compare --resume {comparison}"
-    return " ".join(read_manifest(folder)["command"])
+        return f"fedcpsl compare --resume {shlex.quote(str(comparison))}"
+    return shlex.join(read_manifest(folder)["command"])
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
