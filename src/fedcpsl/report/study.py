@@ -435,12 +435,13 @@ def commands_of(cells: Sequence[CaseResults]) -> list[str]:
 
 
 def _without_out(words: Sequence[str]) -> list[str]:
-    """Return a command without --out and --data-dir, which differ between machines."""
+    """Return a command without the options that name files and folders, which differ between machines."""
+    paths = ("--out", "--data-dir", "--choose")
     kept, skip = [], False
     for word in words:
-        if not skip and word not in ("--out", "--data-dir"):
+        if not skip and word not in paths:
             kept.append(word)
-        skip = word in ("--out", "--data-dir")
+        skip = word in paths
     return kept
 
 
