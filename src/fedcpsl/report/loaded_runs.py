@@ -5,7 +5,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedcpsl.algorithms import traits_of
 from fedcpsl.config import Config
 from fedcpsl.errors import InputError
 from fedcpsl.runs.comparison import is_comparison, read_plan, run_folder
@@ -54,6 +53,8 @@ class LoadedRun(NamedTuple):
     @property
     def alone(self) -> bool:
         """Return whether its devices have no server."""
+        from fedcpsl.algorithms import traits_of  # which imports PyTorch
+
         return traits_of(self.config.algorithm.name).alone
 
     @property
