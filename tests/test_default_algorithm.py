@@ -122,7 +122,7 @@ def test_a_server_writes_down_the_algorithm_that_it_serves(default, tmp_path, mo
 def test_a_server_asks_for_a_step_size(tmp_path):
     given = tmp_path / "job.toml"
     given.write_text(JOB + '[algorithm]\nname = "fedcpsl2"\n')
-    with pytest.raises(InputError, match="a server has no samples to search with; give a number"):
+    with pytest.raises(InputError, match="a server has no samples to choose a step size with; give a number"):
         serve._job_to_serve(given, tmp_path / "kept.toml")
     assert not (tmp_path / "kept.toml").exists()
 

@@ -76,7 +76,7 @@ def through_flower(devices):
 def test_every_algorithm_gives_the_simulators_answer_through_flowers_messages(name, tmp_path):
     setup = make(name)
     devices = participants(setup, tmp_path)
-    transport = GridTransport(FakeGrid(through_flower(devices), list(devices)), "")
+    transport = GridTransport(FakeGrid(through_flower(devices), list(devices)))
     with failing_disk():
         *_, last = serve(terms_of(setup), rules(setup, min_devices=5), tmp_path / "server", transport)
     assert_same(setup, last, devices)
@@ -98,7 +98,7 @@ def test_late_failed_and_foreign_answers_are_losses(tmp_path):
             return FlowerMessage(RecordDict({"weights": ConfigRecord({"a": 1})}), reply_to=message)
         return good(name, message)
 
-    transport = GridTransport(FakeGrid(answer, list(devices)), "")
+    transport = GridTransport(FakeGrid(answer, list(devices)))
     problems = {}
     with failing_disk():
         chosen = rules(setup, min_devices=5, quorum=0, deadline=0.01)
@@ -111,18 +111,18 @@ def test_late_failed_and_foreign_answers_are_losses(tmp_path):
 
 def test_nodes_are_asked_for_their_names(tmp_path):
     devices = participants(make("fedcpsl"), tmp_path)
-    transport = GridTransport(FakeGrid(through_flower(devices), list(devices)), "")
+    transport = GridTransport(FakeGrid(through_flower(devices), list(devices)))
     assert transport.present() == sorted(devices)
 
 
 def test_a_device_that_is_not_connected_is_a_loss():
-    transport = GridTransport(FakeGrid(None, []), "")
+    transport = GridTransport(FakeGrid(None, []))
     assert list(transport.send({"phone": Message({}, {})}, 1.0)) == [("phone", Lost("it is not connected"))]
 
 
 def test_messages_that_flower_does_not_take_are_losses():
     grid = FakeGrid(through_flower({}), ["phone"])
-    transport = GridTransport(grid, "")
+    transport = GridTransport(grid)
     transport.present()
     grid.push_messages = lambda _messages: []
     (loss,) = transport.send({"phone": Message({"round": 0}, {})}, 1.0)

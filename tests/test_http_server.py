@@ -32,7 +32,8 @@ class Place:
         for name in ("ann", "bob"):
             keys.make_device_key(self.keys, name)
         self.ring = KeyRing(self.keys, folder, self.said.append)
-        self.mailbox = Mailbox("the job", UPDATE, self.ring.revoked)
+        self.mailbox = Mailbox(UPDATE, self.ring.revoked)
+        self.mailbox.use_job("the job")
         self.port = free_port()
         self.front = HttpContext(folder, self.mailbox, self.ring, self.said.append)
 
@@ -263,7 +264,7 @@ class Clock:
 
 def test_after_a_start_devices_have_time_to_connect():
     clock = Clock()
-    mailbox = Mailbox("", 0, clock=clock)
+    mailbox = Mailbox(0, clock=clock)
     found, instruction = [], {"ann": Message({"kind": HELLO}, {})}
     thread = threading.Thread(target=lambda: found.extend(mailbox.send(instruction, 1000)), daemon=True)
     thread.start()

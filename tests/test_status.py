@@ -59,7 +59,7 @@ def place(tmp_path_factory):
 
 def answering(folder, keys_folder, port):
     ring = None if keys_folder is None else KeyRing(keys_folder, folder, print)
-    return listening(HttpContext(folder, Mailbox("", 0), ring, print), keys_folder, "127.0.0.1", port)
+    return listening(HttpContext(folder, Mailbox(0), ring, print), keys_folder, "127.0.0.1", port)
 
 
 def ask(place, *words):
@@ -76,6 +76,7 @@ def test_the_operator_sees_everybody_and_nothing_else(place):
         "over": False,
         "updated": 2.0,
         "waiting_for": 0,
+        "trying": None,
         "privacy": None,
         "devices": [device("ann", accuracy=0.5), device("bob", online=False, problem=LATE)],
         "strangers": {"cid": LATE},

@@ -123,10 +123,10 @@ def test_the_choice():
 
 def test_rounds_of_a_search():
     settings = fedcpsl2.Settings()
-    assert short_rounds(federation(), settings, WORK, 2) == 20
-    assert short_rounds(federation(), settings, replace(WORK, rounds=1000), 2) == 75  # 600 steps of 8 a round
-    assert short_rounds(federation(), settings, replace(WORK, amount=500), 2) == 5
-    assert short_rounds(federation(), settings, replace(WORK, rounds=3), 2) == 3
+    assert short_rounds(federation().sizes, settings, WORK, 2) == 20
+    assert short_rounds(federation().sizes, settings, replace(WORK, rounds=1000), 2) == 75  # 600 steps of 8 a round
+    assert short_rounds(federation().sizes, settings, replace(WORK, amount=500), 2) == 5
+    assert short_rounds(federation().sizes, settings, replace(WORK, rounds=3), 2) == 3
 
 
 def test_prepare_searches_by_default():

@@ -1,7 +1,7 @@
 """A step size for data that nobody has tuned on: short runs with some of the labels held back, which then judge."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil, isfinite
@@ -19,7 +19,7 @@ from fedcpsl.data.split import LABELLED, TEST, UNLABELLED
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.evaluation import predict
 from fedcpsl.problem import Costs
-from fedcpsl.schedule import draw_steps, stream, work_of
+from fedcpsl.schedule import Sizes, draw_steps, stream, work_of
 from fedcpsl.settings import SEARCH
 from fedcpsl.simulation import Setup, State, simulate_together
 from fedcpsl.simulation import prepare as prepare_with_step_size
@@ -115,11 +115,13 @@ def search_eta(
     except NothingToHoldBackError:
         return StepSizeSearch(choose_eta(settings.AUTO, "", work.unit), {}, 0, 0, time.monotonic() - began)
     active = min(4 if work.active == settings.AUTO else int(work.active), held.devices)
-    rounds = short_rounds(held, algorithm, work, active)
+    rounds = short_rounds(held.sizes, algorithm, work, active)
     short = replace(work, rounds=rounds, active=active, personal_rounds=0, two_phase=False, joiners=0, loss_rate=0.0)
     machine = replace(run, store="accelerator", gaps=False)
-    losses, steps, first = dict.fromkeys(CANDIDATES, float("inf")), 0, None
-    for eta in CANDIDATES:
+    steps, first = 0, None
+
+    def loss_with(eta: float) -> float:
+        nonlocal steps, first
         setup = prepare_with_step_size(held, model, replace(algorithm, eta=eta), short, machine, costs, first)
         first = first or setup
         try:
@@ -127,13 +129,23 @@ def search_eta(
         except RunError as error:
             if error.run is None:  # not a number of a run that is no longer finite
                 raise
-            break  # it diverges, and so do larger ones
+            return float("inf")
         steps += last.steps
-        losses[eta] = held_out_loss(last)
-        if losses[eta] > WORSE * min(losses.values()):
+        return held_out_loss(last)
+
+    losses = try_candidates(loss_with)
+    return StepSizeSearch(chosen_eta(losses), losses, rounds, steps, time.monotonic() - began)
+
+
+def try_candidates(loss_with: Callable[[float], float]) -> dict[float, float]:
+    """The losses of candidates, tried from the smallest up; infinite where one diverges, and for all that follow one
+    that is much worse than the best."""
+    losses = dict.fromkeys(CANDIDATES, float("inf"))
+    for eta in CANDIDATES:
+        losses[eta] = loss_with(eta)
+        if not isfinite(losses[eta]) or losses[eta] > WORSE * min(losses.values()):
             break
-    best = chosen_eta(losses)
-    return StepSizeSearch(best, losses, rounds, steps, time.monotonic() - began)
+    return losses
 
 
 def chosen_eta(losses: Mapping[float, float]) -> float:
@@ -159,12 +171,12 @@ def round_to(digits: int, number: float) -> float:
     return float(f"{number:.{digits}g}")
 
 
-def short_rounds(federation: Federation, algorithm: Any, work: settings.Work, active: int) -> int:
+def short_rounds(sizes: Sizes, algorithm: Any, work: settings.Work, active: int) -> int:
     """Rounds that give a candidate some steps: few where visits are long, all of the run's where they are short."""
     traits = traits_of(algorithm.name)
     drawn = work_of(work, active, alone=traits.alone)
-    devices = range(federation.devices)
-    steps = float(np.mean([draw_steps(0, 0, i, federation.sizes, drawn, traits.unlabelled) for i in devices]))
+    devices = range(len(sizes.labelled))
+    steps = float(np.mean([draw_steps(0, 0, i, sizes, drawn, traits.unlabelled) for i in devices]))
     return min(work.rounds, max(FEWEST_ROUNDS, ceil(STEPS / max(active * steps, 1))))
 
 

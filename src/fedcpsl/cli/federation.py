@@ -19,10 +19,15 @@ WHAT_IS_SENT = """What leaves this device, and nothing else:
                  and how many steps it took; where the algorithm asks for it, a second such change, or the mean loss
                  of a model that it was sent on a few of its labelled samples
   {accuracy}
+  {trials}
   where it cannot take part, one line that says why
 Around it, in every request: its name, the time, the SHA-256 of what it sends, and a signature of these with its key.
 What never leaves it: samples, labels, pseudo-labels, its class frequencies, its localized model, its control variate.
 What it receives: the global model, the global control variate, the job's settings."""
+TRIALS = """only where the server searches a step size, before the first round: the same in short trials, trained
+                 without a fifth of its labels; and after each trial its mean loss on these labels, and how many they
+                 are (not with --noise)"""
+NO_TRIALS = "(nothing in trials of step sizes, because of --no-trials)"
 UNPROTECTED = (
     "fedcpsl: anyone who can connect to a Flower SuperLink or SuperNode can run code there: keep them on loopback, on "
     "a machine without other accounts"
@@ -210,9 +215,10 @@ def status_printer() -> Callable[[Mapping[str, Any]], None]:
 
 
 def _print_status_line(say: Callable[[str], None], status: Mapping[str, Any]) -> None:
+    trial = "" if status.get("trying") is None else f"trial of step size {status['trying']:g}: "
     if status["waiting_for"]:
         more = f"{status['waiting_for']} more device{'s' * (status['waiting_for'] > 1)}"
-        return say("; ".join([f"waiting for {more}", *status["strangers"].values()]))
+        return say("; ".join([f"{trial}waiting for {more}", *status["strangers"].values()]))
     known = [d["accuracy"] for d in status["devices"] if d["accuracy"] is not None]
     mean = (
         f", mean accuracy {100 * sum(known) / len(known):.1f} % of {len(known)} device{'s' * (len(known) > 1)}"
@@ -227,7 +233,7 @@ def _print_status_line(say: Callable[[str], None], status: Mapping[str, Any]) ->
     done = "all rounds are done" if status["over"] else f"round {status['round']} of {status['rounds']}"
     private = status["privacy"]
     spent = f", epsilon {private['epsilon']:.2f} at delta {private['delta']:g}" if private else ""
-    return say(f"{done}{mean}{spent}")
+    return say(f"{trial}{done}{mean}{spent}")
 
 
 def _request_status(server: str, keys: Path | None, name: str) -> dict[str, Any]:
@@ -305,6 +311,9 @@ def add_join(commands: Any) -> None:
     join.add_argument("--clip", type=float, default=0.0, metavar="NORM", help="clip updates to this norm")
     join.add_argument("--noise", type=float, default=0.0, help="Gaussian noise on updates, in units of --clip")
     join.add_argument("--share-accuracy", action="store_true", help="send this device's test accuracy to the server")
+    join.add_argument(
+        "--no-trials", action="store_true", help="take no part where the server searches a step size by trials"
+    )
     join.add_argument("--explain", action="store_true", help="print what would be sent, and do nothing")
     join.set_defaults(command=_join)
 
@@ -327,7 +336,8 @@ def _join(parsed: argparse.Namespace) -> int:
     if parsed.explain:
         protected = ", shortened to --clip and noised" if parsed.clip else ""
         shared = "its test accuracy" if parsed.share_accuracy else "(its test accuracy, only with --share-accuracy)"
-        print(WHAT_IS_SENT.format(protected=protected, accuracy=shared))
+        trials = NO_TRIALS if parsed.no_trials else TRIALS
+        print(WHAT_IS_SENT.format(protected=protected, accuracy=shared, trials=trials))
         return 0
     if parsed.socket and (parsed.server or parsed.keys or parsed.insecure):
         raise InputError("--socket: give no server, --keys or --insecure beside it; your own SuperNode has these")
@@ -361,7 +371,9 @@ def _join(parsed: argparse.Namespace) -> int:
     if parsed.most_load < 0:
         raise InputError(f"--most-load {parsed.most_load:g}: give a number of at least 0")
     conditions = Conditions(not parsed.not_on_battery, parsed.most_load)
-    owner = DeviceConfig(parsed.name, data, folder, budget, protection, parsed.share_accuracy, conditions)
+    owner = DeviceConfig(
+        parsed.name, data, folder, budget, protection, parsed.share_accuracy, conditions, not parsed.no_trials
+    )
     if parsed.socket:
         from fedcpsl.flower.local_socket import serve_socket
 

@@ -9,9 +9,11 @@ import logging
 import os
 import random
 import re
+import shutil
 import ssl
 import time
 from contextlib import suppress
+from dataclasses import replace
 from hashlib import sha256
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
@@ -23,9 +25,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedcpsl.config import Data
-from fedcpsl.data.federation import federate
+from fedcpsl.data.federation import Federation, federate
 from fedcpsl.data.sources import load_source
-from fedcpsl.data.split import Shares
+from fedcpsl.data.split import UNLABELLED, Shares
 from fedcpsl.deployment.endpoints import (
     DEVICE,
     DIGEST_HEADER,
@@ -54,11 +56,13 @@ from fedcpsl.federation.messages import (
 )
 from fedcpsl.federation.privacy import Protection, stricter_protection
 from fedcpsl.simulation.device_data import normalise
+from fedcpsl.step_size import NothingToHoldBackError, labels_held_back
 from fedcpsl.storage import make_folder, write_whole
 
 LOG = logging.getLogger("fedcpsl")
 UNFIT = "its data does not fit the job, or its folder cannot be used; its log has the reason"
 SERVER = "the server's message"
+JOB_FILE = "job.toml"
 MAX_RUNS_STORED = 100  # in a device's folder
 RESPONSE_TIMEOUT_S = 120.0  # without a byte from the server
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 10.0  # before the next attempt to connect
@@ -112,6 +116,7 @@ class DeviceConfig(NamedTuple):
     protection: Protection = Protection()
     share_accuracy: bool = False
     conditions: Conditions = Conditions()
+    trials: bool = True  # whether it takes part in trials of step sizes
 
 
 def make_participant(config: DeviceConfig, job: Job, run: str) -> Participant:
@@ -125,22 +130,51 @@ def make_participant(config: DeviceConfig, job: Job, run: str) -> Participant:
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     terms = job_terms(job)
+    protection = stricter_protection(config.protection, job.protection)
+    if job.trial:
+        federation = _for_trial(federation, seed, judges=not protection.noise)
     local_data = local_data_from(federation, terms)
     make_folder(config.folder, private=True)
     folder = config.folder / run
+    _remove_trials(config.folder, folder)
     if not folder.exists() and sum(1 for _ in config.folder.iterdir()) >= MAX_RUNS_STORED:
         raise InputError(
             f"{config.folder}: holds the states of {MAX_RUNS_STORED} runs; remove those that are not needed"
         )
     make_folder(folder, private=True)
-    write_whole(folder / "job.toml", job.text, private=True)  # so that its model can be used without the server
-    protection = stricter_protection(config.protection, job.protection)
-    return Participant(terms, local_data, folder, config.budget, protection, config.share_accuracy)
+    write_whole(folder / JOB_FILE, job.text, private=True)  # so that its model can be used without the server
+    shares = config.share_accuracy and not job.trial
+    return Participant(terms, local_data, folder, config.budget, protection, shares, job.trial)
+
+
+def _for_trial(federation: Federation, seed: int, *, judges: bool) -> Federation:
+    """Return a device's samples with a fifth of its labels as tests, or no tests where it cannot or must not judge."""
+    if judges:
+        with suppress(NothingToHoldBackError):
+            return labels_held_back(federation, seed)
+    trained = np.flatnonzero(federation.role <= UNLABELLED)
+    kept = {name: getattr(federation, name)[trained] for name in ("x", "y", "device", "role")}
+    return replace(federation, **kept)
+
+
+def _remove_trials(folder: Path, current: Path) -> None:
+    """Remove the states of trials that are over: all but the run that is asked for now."""
+    for path in folder.glob(f"*/{JOB_FILE}"):
+        if path.parent != current and _is_trial(path):
+            shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def _is_trial(path: Path) -> bool:
+    try:
+        return read_job(path.read_text(encoding="utf-8"), str(path)).trial
+    except (OSError, InputError, UnicodeDecodeError):  # of another version, or damaged: not ours to remove
+        return False
 
 
 def predictor(folder: Path) -> Participant:
     """Return the participant of the latest run in a device's folder, with its personal model and no samples."""
-    jobs = sorted(folder.glob("*/job.toml"), key=lambda path: path.stat().st_mtime)
+    jobs = sorted(folder.glob(f"*/{JOB_FILE}"), key=lambda path: path.stat().st_mtime)
+    jobs = [path for path in jobs if not _is_trial(path)]
     if not jobs:
         raise InputError(f"{folder}: has no job yet; is it a device's folder, and has the device joined?")
     job = read_job(jobs[-1].read_text(encoding="utf-8"), str(jobs[-1]))
@@ -160,7 +194,7 @@ def inputs_for(job: Job, x: NDArray[Any], where: Path) -> Tensor:
 
 def job_of(participant: Participant) -> Job:
     """Return the job of a participant, from its folder."""
-    path = participant.folder / "job.toml"
+    path = participant.folder / JOB_FILE
     return read_job(path.read_text(encoding="utf-8"), str(path))
 
 
@@ -208,6 +242,8 @@ class Handler:
             return job
         if not re.fullmatch(r"[0-9A-Za-z]{1,64}", run):
             return refusal(message, "its run is not a valid folder name")
+        if job.trial and not self._config.trials:
+            return refusal(message, "its owner does not let it take part in trials of step sizes", later=True)
         if self._ready is None or self._ready[0] != (text, run):
             try:
                 self._ready = (text, run), make_participant(self._config, job, run)

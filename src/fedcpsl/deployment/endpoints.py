@@ -75,6 +75,7 @@ def public_status(status: Mapping[str, Any], device: str | None) -> dict[str, An
     """Return the rounds, and each device's (or one device's) name, counts, lateness and shared accuracy."""
     devices = [each for each in status["devices"] if device in (None, each["name"])]
     return {name: status[name] for name in PUBLIC_FIELDS} | {
+        "trying": status.get("trying"),
         "privacy": None,
         "devices": [
             {name: each[name] for name in PUBLIC_DEVICE_FIELDS} | {"problem": LATE if each["problem"] else None}

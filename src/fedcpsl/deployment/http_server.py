@@ -56,10 +56,8 @@ RevokedNames = Callable[[], set[str]]
 class Mailbox:
     """The loop's transport: passes instructions and replies between it and the HTTP server's thread."""
 
-    def __init__(
-        self, job: str, update_bytes: int, revoked: RevokedNames = set, clock: Callable[[], float] = time.monotonic
-    ):
-        self._job, self._update_bytes, self._revoked, self._clock = job, update_bytes, revoked, clock
+    def __init__(self, update_bytes: int, revoked: RevokedNames = set, clock: Callable[[], float] = time.monotonic):
+        self._job, self._update_bytes, self._revoked, self._clock = "", update_bytes, revoked, clock
         self._lock = threading.Lock()
         self._seen: dict[str, float] = {}
         self._instructions: dict[str, Message] = {}
@@ -71,6 +69,11 @@ class Mailbox:
         self.closed = False  # the server stops
 
     # For the federation's loop.
+
+    def use_job(self, text: str) -> None:
+        """Send this job with every instruction from now on."""
+        with self._lock:
+            self._job = text
 
     def present(self) -> list[str]:
         """Return the devices that were seen recently, or are working."""
@@ -132,7 +135,8 @@ class Mailbox:
             if instruction is None:
                 return None
             self._fetched.add(name)
-        return await asyncio.to_thread(pack, instruction, self._job)
+            job = self._job
+        return await asyncio.to_thread(pack, instruction, job)
 
     def max_reply_bytes(self, name: str) -> int:
         """Return the maximum size of a device's reply; 0: none is expected, or one is being received."""

@@ -43,6 +43,8 @@ LIMIT_KEYS: dict[str, type] = {
     "largest_samples": int,
 }
 DATA_KEYS = ("shape", "classes", "shift", "scale")
+TRIAL_KEY = "trial"  # set by a server that searches a step size, and by nobody else
+TRIAL_ATTEMPTS = 2  # at a round of a trial: a step size that is too large fails soon
 PRIVACY_KEYS: dict[str, type] = {"clip": float, "noise": float, "delta": float}
 DEFAULT_DELTA = 1e-5
 MAX_TEXT_LENGTH = 1 << 18  # characters of a job
@@ -61,6 +63,7 @@ class Job(NamedTuple):
     rules: RoundRules
     protection: Protection  # the minimum for every device's updates
     delta: float  # at which epsilon is computed
+    trial: bool = False  # of a step size: devices hold back some labels, and tell the loss on them at the end
 
 
 def read_job(text: str, where: str) -> Job:
@@ -88,6 +91,7 @@ def read_job(text: str, where: str) -> Job:
         rules,
         protection,
         private.get("delta", DEFAULT_DELTA),
+        own.get(TRIAL_KEY) is True,
     )
     if parameters_of(job) > MAX_PARAMETERS:
         raise InputError(f"{where}: its model has {parameters_of(job)} parameters; the maximum is {MAX_PARAMETERS}")
@@ -99,8 +103,29 @@ def explicit_job(text: str, where: str, algorithm: str = UNNAMED_ALGORITHM) -> s
 
     `algorithm` is meant where the job names none.
     """
-    config, own = _sections(text, where, algorithm)
+    return _text(*_sections(text, where, algorithm))
+
+
+def explicit_step_size(text: str) -> bool:
+    """Return whether a job that can be read says itself what its step size is."""
+    return "eta" in tomllib.loads(text).get("algorithm", {})
+
+
+def _text(config: Config, own: dict[str, Any]) -> str:
     return "\n".join([to_toml(config) + "[federation]", *(f"{key} = {toml_value(own[key])}" for key in own), ""])
+
+
+def with_step_size(job: Job, eta: float) -> Job:
+    """Return the job with another step size."""
+    config, own = _sections(job.text, "the job", UNNAMED_ALGORITHM)
+    return read_job(_text(replace(config, algorithm=replace(config.algorithm, eta=eta)), own), "the job")
+
+
+def trial_of(job: Job, eta: float, rounds: int) -> Job:
+    """Return a job that tries a step size for a few rounds."""
+    config, own = _sections(with_step_size(job, eta).text, "the job", UNNAMED_ALGORITHM)
+    short = replace(config, work=replace(config.work, rounds=rounds))
+    return read_job(_text(short, own | {TRIAL_KEY: True, "attempts": TRIAL_ATTEMPTS}), "the trial")
 
 
 def _sections(text: str, where: str, algorithm: str) -> tuple[Config, dict[str, Any]]:
@@ -118,7 +143,7 @@ def _sections(text: str, where: str, algorithm: str) -> tuple[Config, dict[str, 
         raise InputError(f"{where}: needs a section [federation] with shape and classes")
     known = [*RULE_KEYS, *LIMIT_KEYS, "aggregation", *DATA_KEYS, *PRIVACY_KEYS]
     for key in own:
-        if key not in known:
+        if key not in (*known, TRIAL_KEY):
             raise InputError(f"{where}: [federation] {key}: no such setting; {did_you_mean(key, known)}")
     if "edge" in content:
         raise InputError(f"{where}: [edge] is for simulations; real devices have networks of their own: leave it out")

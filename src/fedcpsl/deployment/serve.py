@@ -6,16 +6,26 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from fedcpsl.deployment.endpoints import LOOPBACK, Notify, format_address, read_status
-from fedcpsl.deployment.job import Job, explicit_job, job_terms, max_message_bytes, read_job
+from fedcpsl.deployment.job import (
+    Job,
+    explicit_job,
+    explicit_step_size,
+    job_terms,
+    max_message_bytes,
+    read_job,
+    trial_of,
+)
+from fedcpsl.deployment.search import check_search, read_search, search_step_size, with_step_size_found
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation.messages import Transport
 from fedcpsl.federation.privacy import check_delta, epsilon
 from fedcpsl.federation.server import DeviceNames, serve
 from fedcpsl.federation.server_store import ServerState, go_back
 from fedcpsl.settings import DEFAULT_ALGORITHM, SEARCH
+from fedcpsl.step_size import CANDIDATES
 from fedcpsl.storage import locked, make_folder, to_json, write_whole
 
 if TYPE_CHECKING:  # they need more packages than rounds over another transport do
@@ -25,20 +35,53 @@ if TYPE_CHECKING:  # they need more packages than rounds over another transport 
 LOG = logging.getLogger("fedcpsl")
 IDLE_S, MAX_IDLE_S = 1.0, 60.0  # between attempts that counted no update
 MAX_EVENTS = 20  # in status.json
+STATES_FOLDER = "server"
 KEYS_S = 2.0  # between checks of the keys
 Show = Callable[[Mapping[str, Any]], None]
 
 
-def run_rounds(transport: Transport, job: Job, folder: Path, to_forget: DeviceNames = tuple) -> Iterator[ServerState]:
+class JobTransport(Transport, Protocol):
+    """A transport that sends a job with every message."""
+
+    def use_job(self, text: str) -> None:
+        """Send this job from now on; no instruction is on its way."""
+        ...
+
+
+def run_job(
+    transport: JobTransport,
+    job: Job,
+    folder: Path,
+    follow: Callable[[ServerState], None],
+    notify: Notify,
+    to_forget: DeviceNames = tuple,
+) -> None:
+    """Run a job over a transport, after a search for its step size where it asks for one; `follow` gets every state."""
+
+    def rounds_of(some: Job, states: str) -> Iterator[ServerState]:
+        transport.use_job(some.text)
+        for state in run_rounds(transport, some, folder, to_forget, states):
+            follow(state)
+            yield state
+
+    if job.config.algorithm.eta == SEARCH:
+        job = search_step_size(job, folder, rounds_of, notify)
+    for _ in rounds_of(job, STATES_FOLDER):
+        pass
+
+
+def run_rounds(
+    transport: Transport, job: Job, folder: Path, to_forget: DeviceNames = tuple, states: str = STATES_FOLDER
+) -> Iterator[ServerState]:
     """Run a job over a transport; yield the state after every attempt, and write it to status.json."""
-    began = time.time()
+    began, search = time.time(), read_search(folder)
     accuracy: dict[str, float] = {}
     events: list[dict[str, Any]] = []
-    for state in serve(job_terms(job), job.rules, folder / "server", transport, to_forget):
+    for state in serve(job_terms(job), job.rules, folder / states, transport, to_forget):
         accuracy |= state.accuracy
         events = [*events, *({"time": time.time(), "text": text} for text in state.events)][-MAX_EVENTS:]
         online = [] if state.over else transport.present()
-        status = status_of(job, state, accuracy, online, began) | {"events": events}
+        status = status_of(job, state, accuracy, online, began) | {"events": events, "step_size_search": search or None}
         write_whole(folder / "status.json", to_json(status, indent=2) + "\n", private=True)
         for reason in (*state.dropouts.values(), *state.events):
             LOG.warning("%s", reason)
@@ -79,7 +122,8 @@ def status_of(
         "round": state.round,
         "rounds": job.rules.rounds,
         "attempt": state.attempt.number,
-        "over": state.over,
+        "over": state.over and not job.trial,
+        "trying": job.config.algorithm.eta if job.trial else None,  # a step size, before the first round
         "began": began,
         "updated": time.time(),
         "privacy": privacy_of(job, state),
@@ -122,17 +166,25 @@ def serve_job(path: Path, config: ServerConfig, notify: Notify, show: Show, back
     with locked(config.folder):
         job = _keep_job(path, job, config.folder / "job.toml")
         ring = None if config.keys is None else KeyRing(config.keys, config.folder, notify)
-        mailbox = Mailbox(job.text, max_message_bytes(job)[1], set if ring is None else ring.revoked)
+        mailbox = Mailbox(max_message_bytes(_sample(job))[1], set if ring is None else ring.revoked)
         context = HttpContext(config.folder, mailbox, ring, notify)
         with listening(context, config.keys, config.host, config.port) as listener:
             if back_to is not None:
-                _go_back(job, config.folder, back_to, notify)
+                _go_back(with_step_size_found(job, config.folder), config.folder, back_to, notify)
             notify(f"listening on {format_address(config.host, config.port)}")
+
+            def follow(state: ServerState) -> None:
+                listener.check()
+                show(read_status(config.folder))
+                time.sleep(pause_after(state))
+
             with _watch_keys(ring, listener, notify):
-                for state in run_rounds(mailbox, job, config.folder, tuple if ring is None else ring.forgotten):
-                    listener.check()
-                    show(read_status(config.folder))
-                    time.sleep(pause_after(state))
+                run_job(mailbox, job, config.folder, follow, notify, tuple if ring is None else ring.forgotten)
+
+
+def _sample(job: Job) -> Job:
+    """Return the job with some step size, for what does not depend on it."""
+    return trial_of(job, CANDIDATES[0], 1) if job.config.algorithm.eta == SEARCH else job
 
 
 def _job_to_serve(path: Path, kept: Path) -> Job:
@@ -140,16 +192,19 @@ def _job_to_serve(path: Path, kept: Path) -> Job:
     old = read_job(_text_of(kept), str(kept)) if kept.exists() else None
     algorithm = old.config.algorithm.name if old else DEFAULT_ALGORITHM
     job = read_job(explicit_job(_text_of(path), str(path), algorithm), str(path))
+    check_job(job, path, _text_of(path))
+    return job
+
+
+def check_job(job: Job, path: Path, text: str) -> None:
+    """Refuse a job that cannot be served; `text` is the file as its author wrote it."""
+    if job.trial:
+        raise InputError(f"{path}: [federation] trial: leave it out; a server sets it for the trials of a step size")
     if job.config.algorithm.eta == SEARCH:
-        raise InputError(
-            f'{path}: algorithm.eta = "search" of {job.config.algorithm.name}: a server has no samples to search with; '
-            "give a number (`fedcpsl run --data` finds one on samples like those of the devices, see step_size_search "
-            'in its manifest.json), or algorithm.name = "fedcpsl"'
-        )
-    job_terms(job)
+        check_search(job, path, explicit=explicit_step_size(text))
+    job_terms(_sample(job))
     if job.protection.noise:
         check_delta(job.delta)
-    return job
 
 
 def _text_of(path: Path) -> str:
@@ -182,7 +237,7 @@ def _keep_job(path: Path, job: Job, kept: Path) -> Job:
 
 def _go_back(job: Job, folder: Path, round: int, notify: Notify) -> None:
     terms = job_terms(job)
-    state = go_back(folder / "server", terms, round)
+    state = go_back(folder / STATES_FOLDER, terms, round)
     notify(f"back to the state after {state.round} rounds; control variates are reset to 0")
 
 

@@ -31,6 +31,7 @@ from fedcpsl.federation.local_training import (
 )
 from fedcpsl.federation.messages import (
     HELLO,
+    MAX_LOSS,
     PROBE,
     REFUSAL,
     TRAIN,
@@ -87,6 +88,7 @@ class Participant(NamedTuple):
     budget: float = 0.0  # seconds of training in a round; 0: no limit
     protection: Protection = Protection()
     share_accuracy: bool = False
+    trial: bool = False  # of a step size: the tests of `local_data` are labels held back, and the loss on them is sent
 
 
 def respond(participant: Participant, message: Message, clock: Clock = time.monotonic) -> Message:
@@ -125,6 +127,8 @@ def carry_out(participant: Participant, instruction: Instruction, clock: Clock =
             reply = Reply(
                 instruction.run, instruction.attempt, instruction.kind, accuracy=_accuracy(participant, state)
             )
+            if participant.trial:
+                reply = _judged(participant, state, reply)
         save_device_state(participant.folder, state)
         return reply
 
@@ -255,6 +259,16 @@ def _accuracy(participant: Participant, state: DeviceState) -> float | None:
         return None
     predicted = _log_predictions(participant, state, participant.local_data.x_test).argmax(-1)
     return float((predicted == y).double().mean())
+
+
+def _judged(participant: Participant, state: DeviceState, reply: Reply) -> Reply:
+    """Return a reply with the mean of -log h_p(x)_y over the labels held back, where it is a number."""
+    local_data = participant.local_data
+    if not len(local_data.y_test):
+        return reply
+    log_h = _log_predictions(participant, state, local_data.x_test)
+    loss = float(-log_h.gather(1, local_data.y_test[:, None]).double().mean())
+    return reply._replace(loss=loss, judged=len(local_data.y_test)) if 0 <= loss <= MAX_LOSS else reply
 
 
 def _log_predictions(participant: Participant, state: DeviceState, x: Tensor) -> Tensor:

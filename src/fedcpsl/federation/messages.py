@@ -2,7 +2,8 @@
 
 A message is checked in full when it is received, so that all other code can trust it. A device sends its update and
 its step count; where the algorithm has a second exchange in a round, its answer to that; once its numbers of samples;
-its accuracy if its owner shares it; and the reason where it refuses. Nothing else.
+its accuracy if its owner shares it; after a trial of a step size, its mean loss on labels that it held back, and how
+many they were; and the reason where it refuses. Nothing else.
 As bytes, a message is one safetensors file, with the header and the job in its metadata.
 """
 
@@ -25,6 +26,7 @@ MAX_REASON_LENGTH = 300
 MAX_COUNT = 1 << 53  # of samples
 MAX_INDEX = 1 << 31  # of rounds, attempts and devices, which random streams are keyed by
 MAX_SEED = 1 << 63
+MAX_LOSS = 1e4  # the mean of -log h_p(x)_y
 MAX_DRAWN_SAMPLES = 50_000_000  # by one device in one round: their indices are held in memory
 UNSET = -1  # an index in a header that stands for none
 COMMON_FIELDS: Mapping[str, type] = {"protocol": int, "run": str, "round": int, "attempt": int, "kind": str}
@@ -118,6 +120,8 @@ class Reply(NamedTuple):
     accuracy: float | None = None  # given only where the device's owner shares it
     reason: str = ""
     later: bool = False  # whether a refusal is only temporary
+    loss: float | None = None  # after a trial: the mean over the labels that the device held back
+    judged: int = 0  # the number of these labels
 
 
 def instruction_message(instruction: Instruction) -> Message:
@@ -153,6 +157,8 @@ def reply_message(reply: Reply) -> Message:
     header |= {name: getattr(reply, name) for name in REPLY_FIELDS[reply.kind] if name not in header}
     if reply.accuracy is not None:
         header["accuracy"] = reply.accuracy
+    if reply.loss is not None:
+        header |= {"loss": reply.loss, "judged": reply.judged}
     return Message(header, {} if reply.upload is None else sent_tensors(reply.upload))
 
 
@@ -244,7 +250,7 @@ def _check_work(header: Mapping[str, Any], terms: Terms, who: str) -> None:
 def read_reply(message: Message, name: str, instruction: Instruction, terms: Terms) -> Reply:
     """Check a message from the device `name` and return its reply to an instruction; RunError where it is invalid."""
     who, header = f"the reply of device {name!r}", dict[str, Any](message.header)
-    accuracy = header.pop("accuracy", None)
+    accuracy, loss, judged = (header.pop(name, None) for name in ("accuracy", "loss", "judged"))
     kind = header.get("kind")
     _check_header(header, REPLY_FIELDS.get(kind, COMMON_FIELDS) if isinstance(kind, str) else COMMON_FIELDS, who)
     attempt = _attempt(header, who)
@@ -258,6 +264,8 @@ def read_reply(message: Message, name: str, instruction: Instruction, terms: Ter
         raise RunError(f"{who} has the kind {_short(kind)} where {instruction.kind!r} was asked for")
     if accuracy is not None and not (kind in (TRAIN, END) and isinstance(accuracy, float) and 0 <= accuracy <= 1):
         raise RunError(f"{who} has an invalid accuracy: {_short(accuracy)}")
+    if (loss, judged) != (None, None) and not (kind == END and _is_loss(loss, judged)):
+        raise RunError(f"{who} has an invalid loss: {_short(loss)} on {_short(judged)} labels")
     if kind == TRAIN and not 1 <= header["steps"] <= instruction.steps:
         raise RunError(f"{who} has {header['steps']} steps where 1 to {instruction.steps} were asked for")
     sizes = header.get("labelled", 0), header.get("unlabelled", 0)
@@ -266,7 +274,11 @@ def read_reply(message: Message, name: str, instruction: Instruction, terms: Ter
     like, steps = {TRAIN: shapes_of(terms).upload, PROBE: shapes_of(terms).answer}.get(kind), header.get("steps", 0)
     _check_tensors(message.tensors, {} if like is None else sent_tensors(like), who)
     upload = None if like is None else read_tree(message.tensors, like, steps)
-    return Reply(instruction.run, attempt, kind, steps, upload, *sizes, accuracy)
+    return Reply(instruction.run, attempt, kind, steps, upload, *sizes, accuracy, loss=loss, judged=judged or 0)
+
+
+def _is_loss(loss: Any, judged: Any) -> bool:
+    return type(loss) is float and type(judged) is int and 0 <= loss <= MAX_LOSS and 1 <= judged < MAX_COUNT
 
 
 def is_late(message: Message, instruction: Instruction) -> bool:

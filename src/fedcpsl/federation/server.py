@@ -100,6 +100,11 @@ class CollectedReplies(NamedTuple):
         """The accuracy of the devices that share it."""
         return {name: r.accuracy for name, r in self.replies.items() if r.accuracy is not None}
 
+    @property
+    def losses(self) -> dict[str, tuple[float, int]]:
+        """After a trial, the losses on labels held back, and the numbers of these labels."""
+        return {name: (r.loss, r.judged) for name, r in self.replies.items() if r.loss is not None}
+
 
 def serve(
     terms: Terms, rules: RoundRules, folder: Path, transport: Transport, to_forget: DeviceNames = tuple
@@ -393,7 +398,25 @@ def _end(terms: Terms, rules: RoundRules, state: ServerState, transport: Transpo
     known = [(i, record.name) for i, record in enumerate(state.roster) if not record.forgotten]
     instructions = {name: make_instruction(terms, rules, state, END, i) for i, name in known}
     collected = collect_replies(terms, instructions, transport, rules.deadline)
-    return state._replace(counted=(), dropouts=collected.dropouts, accuracy=collected.accuracy, events=(), over=True)
+    return state._replace(
+        counted=(),
+        dropouts=collected.dropouts,
+        accuracy=collected.accuracy,
+        losses=collected.losses,
+        events=(),
+        over=True,
+    )
+
+
+def held_back_loss(state: ServerState) -> float:
+    """Return the mean loss over the labels that devices held back in a trial; infinite without any.
+
+    A device has at most the weight of its labelled samples, of which it holds back no more than it keeps.
+    """
+    labelled = {record.name: record.labelled for record in state.roster}
+    judged = {name: min(count, labelled[name]) for name, (_, count) in state.losses.items()}
+    total = sum(judged.values())
+    return sum(judged[name] * loss for name, (loss, _) in state.losses.items()) / total if total else float("inf")
 
 
 def collect_replies(

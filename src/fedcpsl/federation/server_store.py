@@ -57,6 +57,7 @@ class ServerState(NamedTuple):
     counted: tuple[str, ...] = ()  # the devices whose updates the last attempt counted
     dropouts: dict[str, str] = {}  # noqa: RUF012 - never changed; devices without a valid reply, and why
     accuracy: dict[str, float] = {}  # noqa: RUF012 - of the devices that share it
+    losses: dict[str, tuple[float, int]] = {}  # noqa: RUF012 - on labels held back in a trial, and how many they were
     events: tuple[str, ...] = ()  # of the last attempt, for the operator
     over: bool = False
 

@@ -1,5 +1,6 @@
 """Flower's server app: the federation's rounds, with Flower's grid as their transport."""
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,11 +10,12 @@ from flwr.app import Message as FlowerMessage
 from flwr.serverapp import Grid
 
 from fedcpsl.deployment.job import explicit_job, read_job
-from fedcpsl.deployment.serve import pause_after, run_rounds
+from fedcpsl.deployment.serve import check_job, pause_after, run_job
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation.messages import Lost, Message, pack, unpack
 from fedcpsl.flower.client import from_record, to_record
 
+LOG = logging.getLogger("fedcpsl")
 POLL_S = 0.3  # between checks for replies
 NAME_TIMEOUT_S = 60.0  # for a node to send its name
 MAX_NAME_LENGTH = 64
@@ -22,10 +24,13 @@ MAX_NAME_LENGTH = 64
 class GridTransport:
     """A transport over Flower's grid, for trials on one machine: devices' names are not authenticated."""
 
-    def __init__(self, grid: Grid, job: str) -> None:
-        self._grid, self._job = grid, job
+    def __init__(self, grid: Grid) -> None:
+        self._grid, self._job = grid, ""
         self._names: dict[int, str] = {}  # by node
         self._nodes: dict[str, int] = {}
+
+    def use_job(self, text: str) -> None:
+        self._job = text
 
     def present(self) -> list[str]:
         nodes = list(self._grid.get_node_ids())
@@ -94,8 +99,9 @@ def run(grid: Grid, context: Context) -> None:
     folder = Path(str(context.run_config["folder"]))
     path = folder / "job.toml"
     try:
-        job = read_job(explicit_job(path.read_text(encoding="utf-8"), str(path)), str(path))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    for state in run_rounds(GridTransport(grid, job.text), job, folder):
-        time.sleep(pause_after(state))
+    job = read_job(explicit_job(text, str(path)), str(path))
+    check_job(job, path, text)
+    run_job(GridTransport(grid), job, folder, lambda state: time.sleep(pause_after(state)), LOG.info)

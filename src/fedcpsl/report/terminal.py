@@ -332,6 +332,8 @@ def print_status(status: Mapping[str, Any]) -> None:
     title = f"round {status['round']} of {status['rounds']}, {state}"
     if status["waiting_for"]:
         title = f"waiting for {status['waiting_for']} more devices, {state}"
+    if status.get("trying") is not None:
+        title = f"trial of step size {status['trying']:g}: {title}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for column, side in (("device", "left"), ("labels", "right"), ("others", "right"), ("last counted", "right")):
         table.add_column(column, justify=side)  # type: ignore[arg-type]
@@ -354,6 +356,10 @@ def print_status(status: Mapping[str, Any]) -> None:
     for event in status.get("events", ()):  # the server's own folder has them
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
         console.print(Text(f"{when} {event['text']}"))
+    search = status.get("step_size_search")
+    if search and search["eta"] is not None:
+        seconds, rounds = search["seconds"], search["rounds"]
+        console.print(f"step size {search['eta']:g}, found by trials of {rounds} rounds each in {seconds:.0f} s")
     if status["privacy"]:
         private = status["privacy"]
         console.print(

@@ -1,0 +1,124 @@
+"""A step size for data that no server has: the devices try candidates in short trials, with some labels held back.
+
+A trial is a federation of its own, whose states are thrown away. What each candidate ended with is in `search.json`: a
+server that was killed goes on with the trial that it was in, and a job whose search is over does not search again.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from fedcpsl.deployment.endpoints import Notify
+from fedcpsl.deployment.job import Job, job_terms, trial_of, with_step_size
+from fedcpsl.errors import InputError, RunError
+from fedcpsl.federation.server import held_back_loss
+from fedcpsl.federation.server_store import ServerState
+from fedcpsl.settings import SEARCH
+from fedcpsl.step_size import CANDIDATES, chosen_eta, short_rounds, try_candidates
+from fedcpsl.storage import to_json, write_whole
+
+SEARCH_FILE, TRIALS_FOLDER = "search.json", "trials"
+RunTrial = Callable[[Job, str], Iterator[ServerState]]  # runs a job; the name is that of the folder for its states
+
+
+def check_search(job: Job, where: Path, *, explicit: bool) -> None:
+    """Refuse a search that the job does not ask for by name: devices send more than without one, or with noise."""
+    if not explicit:
+        raise InputError(
+            f"{where}: algorithm.eta: a server has no samples to choose a step size with; give a number "
+            "(`fedcpsl run --data` finds one on samples like those of the devices, see step_size_search in its "
+            'manifest.json), or eta = "search": devices then try some in short trials, and tell their loss on labels '
+            "that they hold back"
+        )
+    if job.protection.noise:
+        raise InputError(
+            f'{where}: algorithm.eta = "search": devices would send losses without noise; give a number, or noise = 0'
+        )
+
+
+def read_search(folder: Path) -> dict[str, Any]:
+    """Return what a search has found until now; nothing where none was begun."""
+    path = folder / SEARCH_FILE
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path}: cannot be read ({error}); remove it to search again") from error
+    return found
+
+
+def with_step_size_found(job: Job, folder: Path) -> Job:
+    """Return the job with the step size that its search found; the job itself where it has a number."""
+    if job.config.algorithm.eta != SEARCH:
+        return job
+    found = read_search(folder).get("eta")
+    if not isinstance(found, float):
+        raise InputError(f"{folder}: the search for a step size has not ended")
+    return with_step_size(job, found)
+
+
+def search_step_size(job: Job, folder: Path, run_trial: RunTrial, notify: Notify) -> Job:
+    """Return the job with the step size that trials of its devices find, or have found."""
+    if not isinstance(read_search(folder).get("eta"), float):
+        _search(job, folder, run_trial, notify)
+    return with_step_size_found(job, folder)
+
+
+def _search(job: Job, folder: Path, run_trial: RunTrial, notify: Notify) -> None:
+    began = time.monotonic()
+    found: dict[str, Any] = {"rounds": 0, "losses": {}, "eta": None, "seconds": 0.0} | read_search(folder)
+    before = found["seconds"]
+
+    def keep() -> None:
+        found["seconds"] = before + time.monotonic() - began
+        write_whole(folder / SEARCH_FILE, to_json(found, indent=2) + "\n", private=True)
+
+    if not found["rounds"]:
+        found["rounds"] = _rounds_of_trials(job, run_trial)
+        keep()
+
+    def loss_with(eta: float) -> float:
+        name = f"{eta:g}"
+        if name not in found["losses"]:
+            loss = _loss_of_trial(trial_of(job, eta, found["rounds"]), run_trial, first=eta == CANDIDATES[0])
+            notify(f"step size {name}: " + (f"loss {loss:.4g}" if isfinite(loss) else "diverges"))
+            found["losses"][name] = loss if isfinite(loss) else None
+            keep()
+        known = found["losses"][name]
+        return float("inf") if known is None else float(known)
+
+    found["eta"] = chosen_eta(try_candidates(loss_with))
+    keep()
+    shutil.rmtree(folder / TRIALS_FOLDER, ignore_errors=True)
+    notify(f"step size {found['eta']:g}, found by trials of {found['rounds']} rounds each in {found['seconds']:.0f} s")
+
+
+def _rounds_of_trials(job: Job, run_trial: RunTrial) -> int:
+    """Wait until enough devices have joined; then their sizes say how many rounds a trial needs."""
+    trial = trial_of(job, CANDIDATES[0], job.rules.rounds)
+    with closing(run_trial(trial, f"{TRIALS_FOLDER}/joining")) as states:  # type: ignore[type-var]
+        for state in states:
+            if state.begun:
+                config = trial.config
+                return short_rounds(state.sizes, config.algorithm, config.work, job_terms(trial).work.active)
+    raise RunError("no device could join the search for a step size")
+
+
+def _loss_of_trial(trial: Job, run_trial: RunTrial, *, first: bool) -> float:
+    """Return the loss after a trial; infinite where devices that made a trial with a smaller step size fail in it."""
+    try:
+        *_, last = run_trial(trial, f"{TRIALS_FOLDER}/{trial.config.algorithm.eta:g}")
+    except RunError:
+        if first:
+            raise
+        return float("inf")
+    loss = held_back_loss(last)
+    if first and not isfinite(loss):
+        raise RunError("no device has labels to hold back in a search for a step size; give algorithm.eta as a number")
+    return loss
