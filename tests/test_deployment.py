@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from fedcpsl.algorithms.family import Broadcast
 from fedcpsl.cli import run_command
 from fedcpsl.config import Data
-from fedcpsl.deployment.device_process import UNFIT, Conditions, DeviceConfig, Handler, predictor, reason_to_decline
+from fedcpsl.deployment.device_process import (
+    UNFIT,
+    Conditions,
+    DeviceConfig,
+    Handler,
+    make_participant,
+    predictor,
+    reason_to_decline,
+)
 from fedcpsl.deployment.job import MAX_PARAMETERS, job_terms, max_message_bytes, parameters_of, read_job
 from fedcpsl.deployment.serve import pause_after, run_rounds
 from fedcpsl.errors import InputError, RunError
@@ -448,3 +456,74 @@ def test_what_the_server_writes_cannot_steer_a_terminal(tmp_path, caplog):
     assert said["kind"] == REFUSAL
     assert "\x1b" not in caplog.text
     assert "no such setting" in caplog.text
+
+
+def words_owner(folder, name, rows, header="size,kind,weight,label"):
+    (folder / f"{name}.csv").write_text("\n".join([header, *rows]) + "\n")
+    data = Data(
+        dataset="own", file=str(folder / f"{name}.csv"), label="label", partition="iid", devices=1, labelled=1.0
+    )
+    return DeviceConfig(name, data, folder / name)
+
+
+NAMED = JOB.replace("shape = [6]", 'shape = [4]\nfeatures = ["size", "weight", "kind=cat", "kind=owl"]').replace(
+    "shift = 0.5\nscale = 2.0\n", ""
+)
+
+
+def test_words_have_the_same_numbers_on_every_device(tmp_path):
+    """Named features: columns in any order, a word that no row has is 0, another one does not fit."""
+    job = read_job(NAMED, "job.toml")
+    ann = words_owner(tmp_path, "ann", ["1,cat,5,0", "2,owl,6,1", "3,cat,7,0", "4,owl,8,1"])
+    bob = words_owner(tmp_path, "bob", ["0,5,owl,1", "1,6,owl,2", "0,7,owl,3"], "label,weight,kind,size")
+    taken = make_participant(ann, job, "r").local_data
+    both = torch.cat([taken.x_labelled, taken.x_test]).tolist()
+    assert sorted(both) == [[1, 5, 1, 0], [2, 6, 0, 1], [3, 7, 1, 0], [4, 8, 0, 1]]
+    taken = make_participant(bob, job, "r").local_data
+    assert sorted(torch.cat([taken.x_labelled, taken.x_test]).tolist()) == [[1, 5, 0, 1], [2, 6, 0, 1], [3, 7, 0, 1]]
+    for rows, header, words in (
+        (
+            ["1,dog,5,0", "2,owl,6,1"],
+            "size,kind,weight,label",
+            "column 'kind' has 'dog', which is no feature of the job",
+        ),
+        (["1,cat,0", "2,owl,1"], "size,kind,label", "has no column 'weight', which is a feature of the job"),
+        (["1,owl,5,7,0", "2,owl,6,7,1"], "size,kind,weight,age,label", "column 'age', which is no feature of the job"),
+    ):
+        with pytest.raises(InputError, match=words):
+            make_participant(words_owner(tmp_path, "cid", rows, header), job, "r")
+
+
+def test_true_and_false_are_one_feature_also_where_a_device_has_only_one_of_them(tmp_path):
+    text = NAMED.replace('["size", "weight", "kind=cat", "kind=owl"]', '["size", "wild"]').replace("[4]", "[2]")
+    rows = {"ann": ["1,true,0", "2,false,1"], "bob": ["1,true,0", "2,TRUE,1"], "cid": ["1,no,0", "2,no,1"]}
+    found = {}
+    for name, lines in rows.items():
+        data = make_participant(words_owner(tmp_path, name, lines, "size,wild,label"), read_job(text, "job"), "r")
+        found[name] = sorted(torch.cat([data.local_data.x_labelled, data.local_data.x_test]).tolist())
+    assert found == {"ann": [[1, 1], [2, 0]], "bob": [[1, 1], [2, 1]], "cid": [[1, 0], [2, 0]]}
+
+
+def test_words_need_names_in_the_job(tmp_path):
+    job = read_job(JOB.replace("shape = [6]", "shape = [4]"), "job.toml")
+    ann = words_owner(tmp_path, "ann", ["1,cat,5,0", "2,owl,6,1", "3,cat,7,0"])
+    with pytest.raises(InputError, match="column 'kind' has words, which every device would number in its own way"):
+        make_participant(ann, job, "r")
+
+
+@pytest.mark.parametrize("features", ['["a"]', '["a", "a", "b", "c"]', '["a", "b", "c", 4]', '"a"'])
+def test_names_of_features_are_checked(features):
+    text = NAMED.replace('["size", "weight", "kind=cat", "kind=owl"]', features)
+    with pytest.raises(InputError, match="features: give the names of all 4 features of a table, each once"):
+        read_job(text, "job.toml")
+
+
+def test_a_device_predicts_for_a_table_by_the_names_of_its_columns(tmp_path):
+    rows = [f"{i},{('cat', 'owl')[i % 2]},{i % 3},{i % 2}" for i in range(20)]
+    transport = Handlers({name: Handler(words_owner(tmp_path, name, rows)) for name in ("ann", "bob")})
+    transport.job = NAMED
+    list(run_rounds(transport, read_job(NAMED, "job.toml"), tmp_path))
+    (tmp_path / "new.csv").write_text("kind,weight,size\nowl,1,3\ncat,2,4\n")
+    shown = fedcpsl("predict", "ann", "new.csv", "--json", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert len(shown.stdout.splitlines()) == 2

@@ -187,9 +187,9 @@ def _predictor_of_a_joined_device(folder: Path) -> Any:
 
     participant = predictor(folder)
     job = job_of(participant)
-    config = shareable_config(job.config)
+    shapes = (job.classes, job.shape, job.features, job.scaling)
     manifest = ModelManifest(
-        folder.name, None, job.classes, job.shape, (), job.scaling, None, job.config.algorithm.name, config, ""
+        folder.name, None, *shapes, None, job.config.algorithm.name, shareable_config(job.config), ""
     )
     return Predictor(manifest, lambda x: predict(participant, inputs_for(job, x, folder)).numpy())
 

@@ -89,7 +89,7 @@ def read_rows(path: Path, features: Sequence[str], columns: Columns) -> Rows:
             table = build_table(names, text_columns, batches, present)
             label, device = (_cells(table, column) if column else None for column in (present.label, present.device))
             known = label and ["" if is_missing(text) else text for text in label]
-            return Rows(_as_trained(table, features), known, device)
+            return Rows(features_in_order(table.x, table.features, features), known, device)
 
         _check_features(names, wanted, columns, dropped)
         return _read(path, present, read, TableOptions())
@@ -115,15 +115,28 @@ def _without_categories(features: Sequence[str], names: Sequence[str]) -> list[s
     return [name if name in known or "=" not in name else name.partition("=")[0] for name in features]
 
 
-def _as_trained(table: TableRows, features: Sequence[str]) -> NDArray[np.float32]:
-    """Return the features of training, in their order; InputError for a text that training did not have."""
-    trained, made = set(features), dict(zip(table.features, range(len(table.features)), strict=True))
-    for name in table.features:
-        if name not in trained:
-            column, _, value = name.partition("=")
-            raise InputError(f"column {column!r} has {value!r}, which the model was not trained on")
-    absent = np.zeros(len(table.x), np.float32)
-    return np.stack([table.x[:, made[name]] if name in made else absent for name in features], 1)
+def features_in_order(
+    x: NDArray[np.float32], names: Sequence[str], features: Sequence[str], of: str = "the model was not trained on"
+) -> NDArray[np.float32]:
+    """Return the features of a model in its order; InputError for a column or a text that it does not know.
+
+    A text that it knows, and that no row has, is a feature of zeros.
+    """
+    wanted, made = set(features), {name: x[:, k] for k, name in enumerate(names)}
+    for name in names:
+        column, _, value = name.partition("=")
+        if column in wanted and value.lower() in TRUTH_VALUES:  # true or false, of which the rows have only one
+            made[column] = made.get(column, 0) + TRUTH_VALUES[value.lower()] * made[name]
+        elif name not in wanted:
+            raise InputError(f"column {column!r}" + (f" has {value!r}" if value else "") + f", which {of}")
+    absent = np.zeros(len(x), np.float32)
+    return np.stack([made.get(name, absent) for name in features], 1)
+
+
+def columns_of_words(path: Path, features: Sequence[str]) -> list[str]:
+    """Return the text columns of a file that some of its features, column=value, were made of."""
+    columns = set(column_names(path))
+    return list(dict.fromkeys(name.partition("=")[0] for name in features if name not in columns))
 
 
 def _check_features(names: list[str], features: set[str], columns: Columns, unknown: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from fedcpsl.algorithm import optional
@@ -15,6 +16,7 @@ from fedcpsl.algorithms import find_algorithm
 from fedcpsl.config import Config, flat_settings, new_config, to_toml
 from fedcpsl.data.federation import Source, parse_axes
 from fedcpsl.data.scaling import Scaling
+from fedcpsl.data.tables import columns_of_words, features_in_order
 from fedcpsl.engine import Network, cache_last_call
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.federation.messages import MAX_SEED, sent_tensors
@@ -42,7 +44,7 @@ LIMIT_KEYS: dict[str, type] = {
     "largest_norm": float,
     "largest_samples": int,
 }
-DATA_KEYS = ("shape", "classes", "shift", "scale")
+DATA_KEYS = ("shape", "classes", "features", "shift", "scale")
 TRIAL_KEY = "trial"  # set by a server that searches a step size, and by nobody else
 TRIAL_ATTEMPTS = 2  # at a round of a trial: a step size that is too large fails soon
 PRIVACY_KEYS: dict[str, type] = {"clip": float, "noise": float, "delta": float}
@@ -63,6 +65,7 @@ class Job(NamedTuple):
     rules: RoundRules
     protection: Protection  # the minimum for every device's updates
     delta: float  # at which epsilon is computed
+    features: tuple[str, ...] = ()  # names of a table's features in their order; empty: devices have the same order
     trial: bool = False  # of a step size: devices hold back some labels, and tell the loss on them at the end
 
 
@@ -91,6 +94,7 @@ def read_job(text: str, where: str) -> Job:
         rules,
         protection,
         private.get("delta", DEFAULT_DELTA),
+        _features(own, shape, where),
         own.get(TRIAL_KEY) is True,
     )
     if parameters_of(job) > MAX_PARAMETERS:
@@ -206,6 +210,17 @@ def _rules(config: Config, own: dict[str, Any], where: str) -> RoundRules:
     return RoundRules(**always | given, limits=limits)
 
 
+def _features(own: dict[str, Any], shape: list[int], where: str) -> tuple[str, ...]:
+    features = own.get("features", [])
+    named = isinstance(features, list) and all(isinstance(name, str) and name for name in features)
+    if not named or len(set(features)) < len(features) or (features and [len(features)] != shape):
+        raise InputError(
+            f"{where}: [federation] features: give the names of all {shape[0]} features of a table, each once; a "
+            'column of words has one for each word, such as "kind=cat"'
+        )
+    return tuple(features)
+
+
 def _scaling(own: dict[str, Any], shape: list[int], where: str) -> Scaling | None:
     if "shift" not in own and "scale" not in own:
         return None
@@ -240,8 +255,31 @@ def job_terms(job: Job) -> Terms:
     return terms_from(replace(config.algorithm, eta=eta), network, config.work, active)
 
 
+def _features_of(source: Source, job: Job, where: Path) -> NDArray[Any]:
+    """Return a table's features in the job's order; without names in the job, as they are, if all are numbers."""
+    if not job.features:
+        words = columns_of_words(where, source.features)
+        if words:
+            raise InputError(
+                f"{where}: column {words[0]!r} has words, which every device would number in its own way; let the job "
+                'name all features ([federation] features, such as "kind=cat" for a word), or leave it out (--drop)'
+            )
+        return source.x
+    named = set(source.features)
+    columns = {name.partition("=")[0] for name in named} | named
+    missing = [name for name in job.features if name not in columns and name.partition("=")[0] not in columns]
+    if missing:
+        raise InputError(f"{where}: has no column {missing[0]!r}, which is a feature of the job")
+    try:
+        return features_in_order(source.x, source.features, job.features, "is no feature of the job")
+    except InputError as error:
+        raise InputError(f"{where}: {error}; leave it out (--drop), or name it in the job") from error
+
+
 def fit_to_job(source: Source, job: Job, where: Path) -> Source:
-    """Return a device's samples with the job's classes; InputError where they do not fit."""
+    """Return a device's samples with the job's features and classes; InputError where they do not fit."""
+    if source.features:
+        source = source._replace(x=_features_of(source, job, where), features=job.features)
     if source.x.shape[1:] != job.shape:
         raise InputError(f"{where}: an input has shape {list(source.x.shape[1:])} where the job's is {list(job.shape)}")
     index = {name: i for i, name in enumerate(job.classes)}
