@@ -7,23 +7,18 @@ two groups of devices, where each digit is the next class in the second; one dev
 devices of two classes each, half of which call them the other way round. A fifth setting has devices that agree.
 """
 
-import argparse
-import csv
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import date
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from seeds import compare, options_for
 from sklearn.datasets import load_digits
 
 from fedcpsl import Algorithm, Federation, Run, Work, evaluate, mlp, simulate
 from fedcpsl.algorithms import fedcpsl2
-from fedcpsl.runs.environment import cpu_name, git_commit
 from fedcpsl.step_size import prepare
 
 Labels = NDArray[np.int64]
@@ -98,35 +93,11 @@ def accuracies(setting: str, row: str, seed: int, rounds: int) -> tuple[float, f
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = options_for(__doc__, seeds=3, rounds=100)
     options.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
-    options.add_argument("--seeds", type=int, default=3)
-    options.add_argument("--rounds", type=int, default=100)
-    options.add_argument("--out", type=Path)
     chosen = options.parse_args()
-    torch.set_num_threads(1)
-    print(
-        f"{cpu_name()}, commit {git_commit()}, {date.today().isoformat()}; {chosen.seeds} seeds, {chosen.rounds} rounds"
-    )
-    lines = []
-    for setting in chosen.settings:
-        for row in ROWS:
-            began = time.monotonic()
-            found = [accuracies(setting, row, seed, chosen.rounds) for seed in range(chosen.seeds)]
-            mean, worst = (statistics.mean(each) for each in zip(*found, strict=True))
-            spread_of = statistics.stdev(mean for mean, _ in found) if len(found) > 1 else 0.0
-            lines.append([setting, row, f"{mean:.4f}", f"{spread_of:.4f}", f"{worst:.4f}", len(found), chosen.rounds])
-            print(
-                f"{setting:18} {row:28} {100 * mean:6.2f} ± {100 * spread_of:.2f}, worst tenth {100 * worst:6.2f} "
-                f"({time.monotonic() - began:.0f} s)",
-                flush=True,
-            )
-    if chosen.out:
-        chosen.out.mkdir(parents=True, exist_ok=True)
-        with (chosen.out / "disagreeing_devices.csv").open("w", newline="") as file:
-            table = csv.writer(file, lineterminator="\n")
-            table.writerow(["setting", "algorithm", "personal", "std_over_seeds", "worst_tenth", "seeds", "rounds"])
-            table.writerows(lines)
+    measure = partial(accuracies, rounds=chosen.rounds)
+    compare(chosen, chosen.settings, list(ROWS), ["personal", "worst tenth"], measure)
 
 
 if __name__ == "__main__":

@@ -7,26 +7,21 @@ ways. The successor and its variants search for their step sizes; FedCPSL and Fe
 on the devices' own tests.
 """
 
-import argparse
-import csv
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import date
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from seeds import compare, options_for
 from sklearn import datasets
 
 from fedcpsl import Algorithm, Federation, Run, Work, evaluate, simulate
 from fedcpsl.algorithms import fedcpsl2
 from fedcpsl.data.split import by_classes, by_dirichlet, by_quantity, iid
 from fedcpsl.models import choose_model, make_model
-from fedcpsl.runs.environment import cpu_name, git_commit
 from fedcpsl.step_size import prepare
 
 Samples = tuple[NDArray[Any], NDArray[np.int64]]
@@ -97,8 +92,8 @@ ROWS = {
 }
 
 
-def accuracies(data: str, row: str, seed: int, rounds: int) -> tuple[float, float, float]:
-    """Personal accuracy after the last round: the mean, that of the worst tenth of devices; and the step size."""
+def accuracies(data: str, row: str, seed: int, rounds: int) -> tuple[float, float]:
+    """Personal accuracy after the last round: the mean, and that of the worst tenth of devices."""
     make, share, labelled = DATA[data]
     x, y = make()
     y = y.astype(np.int64)
@@ -107,44 +102,16 @@ def accuracies(data: str, row: str, seed: int, rounds: int) -> tuple[float, floa
     torch.manual_seed(seed)
     model = make_model(choose_model("auto", federation.shape, "own"), [200, 200], federation.shape, federation.classes)
     work, run = Work(rounds=rounds), Run(seed=seed, device="cpu", processes=1)
-    setup = prepare(federation, model, replace(ROWS[row]), work, run)
-    *_, last = simulate(setup)
+    *_, last = simulate(prepare(federation, model, replace(ROWS[row]), work, run))
     personal = evaluate(last).personal
-    return personal.mean, personal.worst_tenth, float(setup.terms.numbers[0, 0])
+    return personal.mean, personal.worst_tenth
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = options_for(__doc__, seeds=3, rounds=60)
     options.add_argument("--data", nargs="+", default=list(DATA), choices=DATA)
-    options.add_argument("--seeds", type=int, default=3)
-    options.add_argument("--rounds", type=int, default=60)
-    options.add_argument("--out", type=Path)
     chosen = options.parse_args()
-    torch.set_num_threads(1)
-    print(
-        f"{cpu_name()}, commit {git_commit()}, {date.today().isoformat()}; {chosen.seeds} seeds, {chosen.rounds} rounds"
-    )
-    lines = []
-    for data in chosen.data:
-        for row in ROWS:
-            began = time.monotonic()
-            means, worst, etas = zip(
-                *(accuracies(data, row, seed, chosen.rounds) for seed in range(chosen.seeds)), strict=True
-            )
-            mean, spread = statistics.mean(means), statistics.stdev(means) if len(means) > 1 else 0.0
-            lines.append([data, row, f"{mean:.4f}", f"{spread:.4f}", f"{statistics.mean(worst):.4f}", len(means)])
-            print(
-                f"{data:28} {row:28} {100 * mean:6.2f} ± {100 * spread:.2f}, worst tenth "
-                f"{100 * statistics.mean(worst):6.2f}, step sizes {', '.join(f'{eta:g}' for eta in etas)} "
-                f"({time.monotonic() - began:.0f} s)",
-                flush=True,
-            )
-    if chosen.out:
-        chosen.out.mkdir(parents=True, exist_ok=True)
-        with (chosen.out / "new_data.csv").open("w", newline="") as file:
-            table = csv.writer(file, lineterminator="\n")
-            table.writerow(["data", "algorithm", "personal", "std_over_seeds", "worst_tenth", "seeds"])
-            table.writerows(lines)
+    compare(chosen, chosen.data, list(ROWS), ["personal", "worst tenth"], partial(accuracies, rounds=chosen.rounds))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ SMALL = {
     ),
     "successor_cpu.py": (["--turns", "1", "--steps", "1"], "mnist: a step of fedcpsl2 takes"),
     "disagreeing_devices.py": (["--settings", "one of ten", "--seeds", "1", "--rounds", "1"], "one of ten"),
+    "new_data.py": (["--data", "wine, unequal sizes", "--seeds", "1", "--rounds", "1"], "fedcpsl2 is ahead by"),
+    "unseen_devices.py": (["--seeds", "1", "--rounds", "1"], "own rounds"),
     "related_gpu.py": (["--runs", "1", "--rounds", "2", "--device", "cpu"], "ratio to fedavg"),
     "large_table.py": (["--rows", "2000", "--features", "3"], "2,000 rows of 3 features"),
 }
