@@ -2,13 +2,17 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from fedcpsl.cli import run_command
+from fedcpsl.config import new_config
 from fedcpsl.report.verdict import comparison_verdicts, half_width, verdict, verdicts
+from fedcpsl.runs import experiment
 from fedcpsl.runs.comparison import interval
+from fedcpsl.step_size import StepSizeSearch
 
 HEAD = "device,name,labelled,unlabelled,active_rounds,personal,global,localized\n"
 
@@ -82,6 +86,24 @@ def test_devices_alone_are_compared_as_in_a_comparison(tmp_path, monkeypatch, ca
         assert "devices trained alone (fedcpsl2-alone)" in " ".join(capsys.readouterr().out.split())
         manifest = json.loads(Path(name, "alone", "manifest.json").read_text())
         assert ("step_size_search" in manifest) == (name == "searched")
+
+
+def test_devices_alone_have_the_better_of_pseudo_labels_and_labels_alone(monkeypatch):
+    """By the smallest loss of each search on labels held back; a step size that was given is not searched."""
+    searches = {1.0: {0.01: 0.9, 0.1: 0.5}, 0.0: {0.01: 0.4, 0.1: 0.8}}
+
+    def build(config, source=None, group=()):  # noqa: ARG001
+        losses = searches[config.algorithm.lambda_u]
+        found = StepSizeSearch(0.1, losses, 5, 100, 1.0) if config.algorithm.eta == "search" else None
+        return SimpleNamespace(config=config, search=found)
+
+    monkeypatch.setattr("fedcpsl.runs.experiment.build", build)
+    config = new_config({"algorithm.eta": 0.1})
+    assert experiment._alone(config, searched=True).config.algorithm.lambda_u == 0.0
+    searches[1.0][0.1] = 0.3
+    assert experiment._alone(config, searched=True).config.algorithm.lambda_u == 1.0
+    given = experiment._alone(config, searched=False).config.algorithm
+    assert (given.name, given.eta, given.lambda_u) == ("fedcpsl2-alone", 0.1, 1.0)
 
 
 def test_a_run_says_it(tmp_path, monkeypatch, capsys):

@@ -227,10 +227,14 @@ def choose_eta_lc(settings: Settings, eta: float) -> float:
     return 2 * eta if settings.eta_lc == AUTO else float(settings.eta_lc)
 
 
-def alone(settings: Settings) -> Settings:
-    """The settings of the same devices without a server, as a comparison would have them."""
+def alone(settings: Settings) -> list[Settings]:
+    """The settings of the same devices without a server, as a comparison would have them; and from labels alone.
+
+    Without the models of others, pseudo-labels do harm where a device has few labels of many classes.
+    """
     by_default = settings.eta_lc == 2 * float(settings.eta)
-    return replace(settings, name="fedcpsl2-alone", eta_lc=AUTO if by_default else settings.eta_lc)
+    same = replace(settings, name="fedcpsl2-alone", eta_lc=AUTO if by_default else settings.eta_lc)
+    return [same, replace(same, lambda_u=0.0)]
 
 
 def newcomer(settings: Settings) -> Settings:

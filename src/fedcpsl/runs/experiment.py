@@ -378,19 +378,33 @@ def _stop_requests() -> Iterator[Callable[[], bool]]:
                 signal.signal(number, handler)
 
 
-def alone_config(config: Config, *, searched: bool = False) -> Config:
+def alone_configs(config: Config, *, searched: bool = False) -> list[Config]:
     """Return the settings of a run whose devices train alone, as in a comparison with this run.
 
-    Where the run's step size was searched, that of devices alone is searched too.
+    Where the run's step size was searched, that of devices alone is searched too, and there may be several: the one
+    with the smallest loss on labels held back is then the baseline.
     """
     own = optional(find_algorithm(config.algorithm.name)[0], "alone")
-    alone = own(config.algorithm) if own else with_settings(config, {"algorithm.name": "local"}).algorithm
-    if searched and own:
-        alone = replace(alone, eta=SEARCH)
+    alone = own(config.algorithm) if own else [with_settings(config, {"algorithm.name": "local"}).algorithm]
+    alone = [replace(each, eta=SEARCH) for each in alone] if searched and own else alone[:1]
     run = replace(
         config.run, gaps=False, keep="metrics", executor=AUTO, slots=0, processes=AUTO, store=AUTO, device=AUTO
     )
-    return replace(config, algorithm=alone, run=run, work=replace(config.work, two_phase=False, personal_rounds=0))
+    work = replace(config.work, two_phase=False, personal_rounds=0)
+    return [replace(config, algorithm=each, run=run, work=work) for each in alone]
+
+
+def _alone(config: Config, *, searched: bool) -> Experiment:
+    """Return the experiment of devices that train alone, with the best of their settings."""
+    first, *others = alone_configs(config, searched=searched)
+    experiments = [build(first)]
+    experiments += [build(each, group=experiments[:1]) for each in others]
+    return min(experiments, key=_held_back_loss)
+
+
+def _held_back_loss(experiment: Experiment) -> float:
+    """Return the smallest loss of a search for the step size; 0 without one."""
+    return min(experiment.search.losses.values(), default=0.0) if experiment.search else 0.0
 
 
 def train_alone(folder: Path, watch: Watch) -> Path | None:
@@ -404,7 +418,7 @@ def train_alone(folder: Path, watch: Watch) -> Path | None:
     if (inside / "config.toml").is_file():
         return inside if resume(inside, watch).finished else None
     manifest = run_folders.read_manifest(folder)
-    experiment = build(alone_config(config, searched="step_size_search" in manifest))
+    experiment = _alone(config, searched="step_size_search" in manifest)
     if experiment.federation.digest != manifest["split_sha256"]:
         raise InputError(f"{folder}: the data has changed since the run began; restore the old data")
     return inside if start(experiment, inside, watch).finished else None
