@@ -85,7 +85,7 @@ def final_accuracies(panels: Mapping[str, Mapping[str, tuple[float, float, float
         axes.errorbar(
             means,
             places,
-            xerr=halves,
+            xerr=_within_percent(means, halves),
             color=COLOURS["personal"],
             marker="o",
             capsize=2,
@@ -135,13 +135,21 @@ def trend(means: Mapping[str, Sequence[tuple[str, float, float]]], of: str) -> s
     for k, (colour, (row, points)) in enumerate(zip(_colours(len(means)), means.items(), strict=True)):
         places = [labels.index(label) + 0.06 * (k - (len(means) - 1) / 2) for label, _, _ in points]
         values, spread = [mean for _, mean, _ in points], [half for _, _, half in points]
+        within = _within_percent(values, spread)
         axes.errorbar(
-            places, values, spread, color=colour, label=row, linewidth=1.6, marker="o", markersize=4, capsize=2
+            places, values, within, color=colour, label=row, linewidth=1.6, marker="o", markersize=4, capsize=2
         )
     axes.set_xticks(range(len(labels)), labels)
     axes.set(xlabel=of, ylabel="personal accuracy, %")
     axes.legend(frameon=False, labelcolor=GREY, loc="best")
     return _svg(figure)
+
+
+def _within_percent(means: Sequence[float], halves: Sequence[float]) -> list[list[float]]:
+    """How far intervals of accuracies reach below and above their means: not below 0 % or above 100 %."""
+    below = [min(half, mean) for mean, half in zip(means, halves, strict=True)]
+    above = [min(half, 100 - mean) for mean, half in zip(means, halves, strict=True)]
+    return [below, above]
 
 
 def gaps_by_rounds(means: Mapping[str, Sequence[tuple[float, Sequence[float]]]]) -> str:
