@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fedcpsl.config import Config, Work, to_toml, with_settings
 from fedcpsl.edge.availability import daily_chance, is_there, leaves_after, next_moment
 from fedcpsl.edge.cell import Load, edge_terms
-from fedcpsl.edge.quantise import quantised, quantised_bits, quantised_uploads
+from fedcpsl.edge.quantise import quantised, quantised_bits, quantised_uploads, uniform
 from fedcpsl.edge.rounds import drawn_devices, play
 from fedcpsl.edge.settings import Edge, of_profile
 from fedcpsl.edge.state import OUTCOMES, copied, initial_edge_state
@@ -432,3 +432,13 @@ def test_edge_is_in_the_public_interface():
 
     assert package.Edge is Edge
     assert Work is package.Work
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_random_numbers_for_rounding_are_evenly_spaced_within_0_and_1(dtype):
+    """The smallest v is half of 2^-23, the largest as much below 2^-8; bytes are 2^-8 apart."""
+    drawn = np.array([[0, 255, 7, 0, 0], [0, 255, 7, 255, 255]], np.uint8)
+    least, most = uniform(drawn, torch.zeros(1, dtype=dtype)).double().tolist()
+    half = 2.0**-24
+    assert least == [half, 255 / 256 + half, 7 / 256 + half]
+    assert most == [1 / 256 - half, 1 - half, 8 / 256 - half]

@@ -49,10 +49,10 @@ def stream(seed: int, purpose: str, *where: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(_entropy(seed, purpose, *where)))
 
 
-def random_words(count: int, seed: int, purpose: str, *where: int) -> NDArray[np.int16]:
-    """Words of 16 random bits, keyed as `stream` is: for where as many are drawn as a model has parameters."""
-    fours = np.random.SFC64(_entropy(seed, purpose, *where)).random_raw(-(-count // 4))
-    return fours.astype("<u8", copy=False).view("<i2")[:count].astype(np.int16, copy=False)
+def random_bytes(count: int, seed: int, purpose: str, *where: int) -> NDArray[np.uint8]:
+    """Random bytes, keyed as `stream` is: for where as many are drawn as a model has parameters."""
+    eights = np.random.SFC64(_entropy(seed, purpose, *where)).random_raw(-(-count // 8))
+    return eights.astype("<u8", copy=False).view(np.uint8)[:count]
 
 
 def _entropy(seed: int, purpose: str, *where: int) -> np.random.SeedSequence:

@@ -7,10 +7,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedcpsl.schedule import random_words
+from fedcpsl.schedule import random_bytes
 from fedcpsl.trees import Tree, leaves, rebuilt
 
-AT_ONCE = 1 << 19  # entries that are rounded at once: more would not stay in a processor's cache
+AT_ONCE = 1 << 20  # entries that are rounded at once: more would not stay in a processor's cache
 ENDS_BITS = 64  # a tensor's minimum and maximum, two float32
 
 
@@ -52,26 +52,32 @@ def quantised_uploads(
     pieces = [tensors_of(leaf[0], sizes) for leaf in leaves(upload)]
     found = [leaf.new_empty(leaf.shape) if parts else leaf for leaf, parts in zip(leaves(upload), pieces, strict=True)]
     entries = sum(map(sum, pieces))
-    at_once = max(AT_ONCE // max(entries, 1), 1)
+    if not entries:
+        return upload
+    rounded = next(leaf for leaf, parts in zip(leaves(upload), pieces, strict=True) if parts)
+    at_once = max(AT_ONCE // entries, 1)
     for top in range(0, len(devices), at_once):
         some = slice(top, top + at_once)
-        words = np.stack([random_words(entries, seed, "rounding", round, device) for device in devices[some]])
-        first = 0
+        drawn = np.stack([random_bytes(entries + 2, seed, "rounding", round, device) for device in devices[some]])
+        u, first = uniform(drawn, rounded), 0
         for leaf, sent, parts in zip(leaves(upload), found, pieces, strict=True):
             if parts:
                 x, out, last = leaf[some].flatten(1), sent[some].flatten(1), first + sum(parts)
-                tensors = (t.split(parts, 1) for t in (x, uniform(words[:, first:last], x), out))
-                for each, u, room in zip(*tensors, strict=True):
-                    quantised(each, bits, u, room)
+                tensors = (t.split(parts, 1) for t in (x, u[:, first:last], out))
+                for each, numbers, room in zip(*tensors, strict=True):
+                    quantised(each, bits, numbers, room)
                 first = last
     return rebuilt(upload, found)
 
 
-def uniform(words: NDArray[np.int16], like: Tensor) -> Tensor:
-    """Numbers in (0, 1) from words of 16 random bits: (word mod 2^15, made odd) / 2^15; overwrites the words.
+def uniform(drawn: NDArray[np.uint8], like: Tensor) -> Tensor:
+    """Numbers in (0, 1) from random bytes [devices, entries + 2]: byte / 2^8 + v, [devices, entries].
 
-    They are the middles of 2^14 equal intervals, so rounding by them is unbiased to 2^-15 of a step.
+    v is the middle of one of 2^15 equal parts of (0, 2^-8), by the last two bytes, the same for all entries of a
+    device. So each number alone is one of 2^23 equally likely ones, evenly spaced around 1/2, which float32 has
+    exactly: rounding by it is unbiased to 2^-24 of a step. The bytes are independent of each other.
     """
-    words &= np.int16(2**15 - 1)
-    words |= np.int16(1)
-    return torch.from_numpy(words).to(like.device).to(like.dtype).mul_(2.0**-15)
+    low, high = drawn[:, -2:].T.astype(np.float64)
+    v = ((high % 2**7) * 2**8 + low + 0.5) / 2**23
+    each, of_all = (torch.from_numpy(t).to(like.device).to(like.dtype) for t in (drawn[:, :-2], v[:, None]))
+    return torch.add(of_all, each, alpha=2.0**-8, out=each)
