@@ -102,6 +102,11 @@ def test_devices_alone_have_the_better_of_pseudo_labels_and_labels_alone(monkeyp
     assert experiment._alone(config, searched=True).config.algorithm.lambda_u == 0.0
     searches[1.0][0.1] = 0.3
     assert experiment._alone(config, searched=True).config.algorithm.lambda_u == 1.0
+    published = new_config({"algorithm.name": "fedcpsl", "algorithm.eta": 0.1})
+    monkeypatch.setattr(
+        "fedcpsl.runs.experiment.build", lambda config, **_: SimpleNamespace(config=config, search=None)
+    )
+    assert experiment._alone(published, searched=False).config.algorithm.name == "local"
     given = experiment._alone(config, searched=False).config.algorithm
     assert (given.name, given.eta, given.lambda_u) == ("fedcpsl2-alone", 0.1, 1.0)
 

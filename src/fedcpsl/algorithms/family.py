@@ -218,12 +218,12 @@ def without_sums(settings: Settings) -> Settings:
     return replace(settings, control_variates=False)
 
 
-def alone(settings: Settings) -> Settings:
+def alone(settings: Settings) -> list[Settings]:
     """The settings of the same devices without a server, as a comparison would have them."""
     by_default = choose_eta_lc(replace(settings, eta_lc=AUTO), float(settings.eta))
     eta_lc = AUTO if settings.eta_lc == by_default else settings.eta_lc
     automatic: dict[str, Any] = dict.fromkeys(SWITCHES, AUTO)
-    return replace(settings, name="local", eta_lc=eta_lc, **automatic)
+    return [replace(settings, name="local", eta_lc=eta_lc, **automatic)]
 
 
 def alike(method: Method) -> Hashable:
