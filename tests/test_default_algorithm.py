@@ -91,13 +91,13 @@ def test_an_explicit_job_leaves_nothing_to_the_defaults_of_its_reader():
 
 
 def served(path, kept):
-    return serve._keep_job(path, serve._job_to_serve(path, kept), kept)
+    return serve._keep_job(path, serve._job_to_serve(path, kept), kept.parent)
 
 
 @pytest.mark.parametrize("default", ["fedcpsl", "fedcpsl2"])
 def test_a_server_writes_down_the_algorithm_that_it_serves(default, tmp_path, monkeypatch):
     """A new folder has the default's name, also when the default becomes another; an old one stays FedCPSL's."""
-    given, kept = tmp_path / "job.toml", tmp_path / "kept.toml"
+    given, kept = tmp_path / "given.toml", tmp_path / "job.toml"
     given.write_text(JOB + ETA)
     monkeypatch.setattr(serve, "DEFAULT_ALGORITHM", default)
     job = served(given, kept)

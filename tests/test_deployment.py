@@ -488,7 +488,11 @@ def test_words_have_the_same_numbers_on_every_device(tmp_path):
             "column 'kind' has 'dog', which is no feature of the job",
         ),
         (["1,cat,0", "2,owl,1"], "size,kind,label", "has no column 'weight', which is a feature of the job"),
-        (["1,owl,5,7,0", "2,owl,6,7,1"], "size,kind,weight,age,label", "column 'age', which is no feature of the job"),
+        (
+            ["1,owl,5,7,0", "2,owl,6,7,1"],
+            "size,kind,weight,age,label",
+            "there is a column 'age', which is no feature of the job",
+        ),
     ):
         with pytest.raises(InputError, match=words):
             make_participant(words_owner(tmp_path, "cid", rows, header), job, "r")

@@ -107,6 +107,38 @@ def test_an_instruction_is_given_as_soon_as_it_is_there(place):
     thread.join(10)
 
 
+def test_a_device_that_died_while_it_waited_is_not_waited_for(place, monkeypatch):
+    """Its connection is closed: the next instruction is lost at once, not at its deadline."""
+    monkeypatch.setattr(http_server, "GRACE_S", 0.0)
+    connection = place.connect()
+    key = place.keys / "devices" / "ann"
+    line = sign_request("device/ann", key, place.keys / "ca.crt", time.time(), SignedContent("POST", INSTRUCTION_PATH))
+    connection.request("POST", INSTRUCTION_PATH, b"", {"Authorization": line})
+    wait_until(lambda: place.mailbox.present() == ["ann"])
+    connection.close()
+    wait_until(lambda: place.mailbox.present() == [])
+    began = time.monotonic()
+    thread, found = place.offer(deadline=60)
+    thread.join(10)
+    assert found == [("ann", Lost("it is not connected"))]
+    assert time.monotonic() - began < 10
+    asking = threading.Thread(target=place.ask, args=[INSTRUCTION_PATH])  # and it may come back
+    asking.start()
+    wait_until(lambda: place.mailbox.present() == ["ann"])
+    thread, found = place.offer()
+    asking.join(10)
+    assert place.ask(REPLY_PATH, answer_of())[0] == 204
+    thread.join(10)
+    assert [name for name, _ in found] == ["ann"]
+
+
+def wait_until(true, seconds=10):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 def test_requests_that_wait_are_told_when_the_server_stops(place):
     found = []
     asking = threading.Thread(target=lambda: found.append(place.ask(INSTRUCTION_PATH)))

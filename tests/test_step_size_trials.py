@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedcpsl.config import Data
+from fedcpsl.deployment import serve
 from fedcpsl.deployment.device_process import DeviceConfig, Handler, predictor
 from fedcpsl.deployment.job import job_terms, read_job, trial_of
-from fedcpsl.deployment.search import read_search, with_step_size_found
+from fedcpsl.deployment.search import check_found, read_search, with_step_size_found
 from fedcpsl.deployment.serve import check_job, run_job
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation.messages import (
@@ -176,13 +177,16 @@ def test_step_sizes_that_are_too_large_diverge_and_end_the_search(tmp_path):
     assert said
 
 
-def test_devices_without_labels_to_hold_back_end_the_search_with_a_reason(tmp_path):
+def test_where_no_device_can_hold_back_a_label_the_step_size_is_that_of_the_simulator(tmp_path):
     transport = devices(tmp_path)
     for name in transport.handlers:
         x = np.load(tmp_path / f"{name}.npz")["x"]
         np.savez(tmp_path / f"{name}.npz", x=x, y=np.where(np.arange(60) == 3, 1, -1))
-    with pytest.raises(RunError, match="no device has labels to hold back"):
-        run(transport, tmp_path)
+    said, states = run(transport, tmp_path)
+    assert said == ["step size 0.05, not searched: no device has two labels and lets them judge"]
+    assert read_search(tmp_path)["eta"] == 0.05
+    assert states[-1].over
+    assert not (tmp_path / "trials").exists()
 
 
 def test_noise_or_the_owner_keep_a_device_from_judging(tmp_path):
@@ -208,6 +212,8 @@ def test_noise_or_the_owner_keep_a_device_from_judging(tmp_path):
         ),
         (("least = 2", "least = 2\nclip = 1.0\nnoise = 0.5"), "devices would send losses without noise"),
         (("least = 2", "least = 2\ntrial = true"), "trial: leave it out"),
+        (("least = 2", "least = 2\ntrial = 1"), "job.toml: .federation. trial = 1: leave it out"),
+        (('"search"', '"serach"'), 'job.toml: algorithm.eta = "serach"'),
     ],
 )
 def test_a_search_must_be_asked_for_and_can_be_refused(tmp_path, change, words):
@@ -219,9 +225,67 @@ def test_a_search_must_be_asked_for_and_can_be_refused(tmp_path, change, words):
 def test_a_search_that_has_not_ended_gives_no_step_size(tmp_path):
     with pytest.raises(InputError, match="has not ended"):
         with_step_size_found(read_job(JOB, "job.toml"), tmp_path)
-    (tmp_path / "search.json").write_text("{")
-    with pytest.raises(RunError, match=r"search\.json: cannot be read .* remove it to search again"):
+
+
+GOOD = {"rounds": 6, "losses": {"0.003": 0.5, "0.01": None}, "eta": 0.3, "seconds": 1.5}
+DAMAGED = [
+    *("{", "[]", "{}", "3"),
+    *(
+        json.dumps(GOOD | change)
+        for change in (
+            {"eta": "0.3"},
+            {"eta": -0.3},
+            {"eta": float("nan")},
+            {"rounds": "6"},
+            {"losses": []},
+            {"losses": {"0.003": "x"}},
+            {"seconds": "x"},
+        )
+    ),
+    json.dumps({"eta": 0.3}),
+]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_search_is_named(content, tmp_path):
+    (tmp_path / "search.json").write_text(json.dumps(GOOD))
+    assert read_search(tmp_path) == GOOD
+    (tmp_path / "search.json").write_text(content)
+    with pytest.raises(RunError, match=r"search\.json: (cannot be read|is damaged).*restore it, or start in another"):
         read_search(tmp_path)
+
+
+def test_rounds_are_not_continued_with_a_step_size_that_is_not_known(searched, tmp_path):
+    folder, *_ = searched
+    job = read_job(JOB, "job.toml")
+    check_found(job, folder, has_rounds=True)
+    check_found(job, tmp_path, has_rounds=False)
+    with pytest.raises(RunError, match=r"search\.json: is missing.*it has the step size with which the rounds"):
+        check_found(job, tmp_path, has_rounds=True)
+
+
+def test_another_job_may_end_a_search_but_not_rounds(tmp_path):
+    given = tmp_path / "given.toml"
+
+    def kept(text):
+        given.write_text(text)
+        return serve._keep_job(given, serve._job_to_serve(given, tmp_path / "job.toml"), tmp_path)
+
+    kept(JOB)
+    (tmp_path / "search.json").write_text(json.dumps(GOOD | {"eta": None}))
+    (tmp_path / "trials").mkdir()
+    assert kept(JOB.replace('"search"', "0.1")).config.algorithm.eta == 0.1
+    assert not (tmp_path / "search.json").exists()
+    assert not (tmp_path / "trials").exists()
+    with pytest.raises(InputError, match="is another job than"):
+        kept(JOB)
+
+
+def test_a_device_has_no_model_during_a_search(tmp_path):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "job.toml").write_text(trial_of(read_job(JOB, "job.toml"), 0.03, 2).text)
+    with pytest.raises(InputError, match="has no model yet: the server is searching a step size"):
+        predictor(tmp_path)
 
 
 def test_a_device_weighs_no_more_than_its_labels():

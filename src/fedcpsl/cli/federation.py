@@ -6,7 +6,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,9 @@ What never leaves it: samples, labels, pseudo-labels, its class frequencies, its
 What it receives: the global model, the global control variate, the job's settings."""
 TRIALS = """only where the server searches a step size, before the first round: the same in short trials, trained
                  without a fifth of its labels; and after each trial its mean loss on these labels, and how many they
-                 are (not with --noise)"""
+                 are"""
+TRIALS_WITH_NOISE = """only where the server searches a step size, before the first round: the same in short trials,
+                 noised as well; no loss, because of --noise"""
 NO_TRIALS = "(nothing in trials of step sizes, because of --no-trials)"
 UNPROTECTED = (
     "fedcpsl: anyone who can connect to a Flower SuperLink or SuperNode can run code there: keep them on loopback, on "
@@ -203,18 +204,25 @@ def _say(text: str) -> None:
 
 
 def status_printer() -> Callable[[Mapping[str, Any]], None]:
-    """Return a function that prints a status as one line; a line that has not changed is printed once."""
-    last = [""]
+    """Return a function that prints a status as one line; what has not changed is printed once."""
+    last, known = [""], set[str]()
 
     def say(text: str) -> None:
         if text != last[0]:
             _say(text)
         last[0] = text
 
-    return partial(_print_status_line, say)
+    def show(status: Mapping[str, Any]) -> None:
+        problems = [d["problem"] for d in status["devices"] if d["problem"]] + list(status["strangers"].values())
+        _print_status_line(say, status, [text for text in problems if text not in known])
+        known.clear()
+        known.update(problems)
+
+    return show
 
 
-def _print_status_line(say: Callable[[str], None], status: Mapping[str, Any]) -> None:
+def _print_status_line(say: Callable[[str], None], status: Mapping[str, Any], problems: Sequence[str]) -> None:
+    """Print a status, and the problems that are new."""
     trial = "" if status.get("trying") is None else f"trial of step size {status['trying']:g}: "
     if status["waiting_for"]:
         more = f"{status['waiting_for']} more device{'s' * (status['waiting_for'] > 1)}"
@@ -225,7 +233,7 @@ def _print_status_line(say: Callable[[str], None], status: Mapping[str, Any]) ->
         if known
         else ""
     )
-    for problem in [d["problem"] for d in status["devices"] if d["problem"]] + list(status["strangers"].values()):
+    for problem in problems:
         say(problem)
     for event in status["events"]:
         if event["time"] >= status["updated"] - 1:
@@ -336,7 +344,7 @@ def _join(parsed: argparse.Namespace) -> int:
     if parsed.explain:
         protected = ", shortened to --clip and noised" if parsed.clip else ""
         shared = "its test accuracy" if parsed.share_accuracy else "(its test accuracy, only with --share-accuracy)"
-        trials = NO_TRIALS if parsed.no_trials else TRIALS
+        trials = NO_TRIALS if parsed.no_trials else TRIALS_WITH_NOISE if parsed.noise else TRIALS
         print(WHAT_IS_SENT.format(protected=protected, accuracy=shared, trials=trials))
         return 0
     if parsed.socket and (parsed.server or parsed.keys or parsed.insecure):

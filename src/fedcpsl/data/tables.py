@@ -128,7 +128,8 @@ def features_in_order(
         if column in wanted and value.lower() in TRUTH_VALUES:  # true or false, of which the rows have only one
             made[column] = made.get(column, 0) + TRUTH_VALUES[value.lower()] * made[name]
         elif name not in wanted:
-            raise InputError(f"column {column!r}" + (f" has {value!r}" if value else "") + f", which {of}")
+            what = f"column {column!r} has {value!r}" if value else f"there is a column {name!r}"
+            raise InputError(f"{what}, which {of}")
     absent = np.zeros(len(x), np.float32)
     return np.stack([made.get(name, absent) for name in features], 1)
 

@@ -174,6 +174,8 @@ def _is_trial(path: Path) -> bool:
 def predictor(folder: Path) -> Participant:
     """Return the participant of the latest run in a device's folder, with its personal model and no samples."""
     jobs = sorted(folder.glob(f"*/{JOB_FILE}"), key=lambda path: path.stat().st_mtime)
+    if jobs and all(map(_is_trial, jobs)):
+        raise InputError(f"{folder}: has no model yet: the server is searching a step size; try again later")
     jobs = [path for path in jobs if not _is_trial(path)]
     if not jobs:
         raise InputError(f"{folder}: has no job yet; is it a device's folder, and has the device joined?")
@@ -243,19 +245,24 @@ class Handler:
         if not re.fullmatch(r"[0-9A-Za-z]{1,64}", run):
             return refusal(message, "its run is not a valid folder name")
         if job.trial and not self._config.trials:
+            self._log_once("the server tries step sizes: this device takes no part until it is done (--no-trials)")
             return refusal(message, "its owner does not let it take part in trials of step sizes", later=True)
         if self._ready is None or self._ready[0] != (text, run):
             try:
                 self._ready = (text, run), make_participant(self._config, job, run)
             except (InputError, RunError) as error:  # its text may name files and classes, and quote samples
-                if str(error) != self._logged:  # the server asks again and again
-                    LOG.warning("%s", printable(error))
-                self._logged = str(error)
+                self._log_once(str(error))
                 return refusal(message, UNFIT)
         reason = reason_to_decline(self._config.conditions) if message.header.get("kind") in (TRAIN, PROBE) else None
         if reason:
             return refusal(message, reason, later=True)
         return respond(self._ready[1], message, self._clock)
+
+    def _log_once(self, text: str) -> None:
+        """Log a reason to refuse; the server asks again and again."""
+        if text != self._logged:
+            LOG.warning("%s", printable(text))
+        self._logged = text
 
     def _job_of(self, text: str, message: Message) -> Job | Message:
         """Return the job of a text, or a refusal of it."""

@@ -114,8 +114,8 @@ class Mailbox:
 
     # For the HTTP server.
 
-    async def next_instruction(self, name: str, seconds: float) -> bytes | None:
-        """Return a device's instruction as soon as there is one; None after `seconds` without."""
+    async def next_instruction(self, name: str, seconds: float, gone: "asyncio.Future[None]") -> bytes | None:
+        """Return a device's instruction as soon as there is one; None after `seconds` without, or once it is `gone`."""
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
         with self._lock:
@@ -125,12 +125,15 @@ class Mailbox:
                 self._release(name)  # an earlier request of the same device returns without an instruction
                 self._waiting[name] = loop, waiter
         if is_empty:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(waiter, seconds)
+            await asyncio.wait({waiter, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         with self._lock:
-            self._seen[name] = self._clock()
             if self._waiting.get(name, (loop, None))[1] is waiter:
                 del self._waiting[name]
+                if gone.done():  # its connection was closed, and it has not asked again since
+                    self._seen.pop(name, None)
+            if gone.done():
+                return None
+            self._seen[name] = self._clock()
             instruction = self._instructions.get(name)
             if instruction is None:
                 return None
@@ -282,14 +285,24 @@ async def _status(context: HttpContext, request: HttpRequest, receive: Any) -> H
         return _json_response(503, {"problem": "the server is up, but its job has not started yet"})
 
 
-async def _get_instruction(context: HttpContext, request: HttpRequest, receive: Any) -> HttpResponse:  # noqa: ARG001
+async def _get_instruction(context: HttpContext, request: HttpRequest, receive: Any) -> HttpResponse:
     name = _device(context, request)
-    instruction = await context.mailbox.next_instruction(name, LONG_POLL_S)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        instruction = await context.mailbox.next_instruction(name, LONG_POLL_S, gone)
+    finally:
+        gone.cancel()
     if instruction is None and context.mailbox.closed:
         raise HttpError(503, "the server stops")
     if context.ring is not None and not context.ring.has_accepted_key(name):  # revoked while it waited
         raise HttpError(401, "this key was revoked")
     return HttpResponse(204) if instruction is None else HttpResponse(200, instruction)
+
+
+async def _disconnected(receive: Any) -> None:
+    """Return once the client has closed its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _post_reply(context: HttpContext, request: HttpRequest, receive: Any) -> HttpResponse:

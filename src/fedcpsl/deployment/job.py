@@ -79,6 +79,8 @@ def read_job(text: str, where: str) -> Job:
         raise InputError(f"{where}: [federation] shape: give the sizes of one input, for example [1, 28, 28]")
     if not isinstance(classes, list) or len(classes) < 2 or len({str(c) for c in classes}) < len(classes):
         raise InputError(f'{where}: [federation] classes: give the names of at least two, for example ["cat", "dog"]')
+    if not isinstance(own.get(TRIAL_KEY, False), bool):
+        raise InputError(f"{where}: [federation] {TRIAL_KEY} = {own[TRIAL_KEY]!r}: leave it out")
     if config.run.seed >= MAX_SEED:
         raise InputError(f"{where}: run.seed = {config.run.seed}: give a number below {MAX_SEED}")
     private = _numbers(PRIVACY_KEYS, own, where)
@@ -151,7 +153,10 @@ def _sections(text: str, where: str, algorithm: str) -> tuple[Config, dict[str, 
             raise InputError(f"{where}: [federation] {key}: no such setting; {did_you_mean(key, known)}")
     if "edge" in content:
         raise InputError(f"{where}: [edge] is for simulations; real devices have networks of their own: leave it out")
-    return new_config(flat_settings(content, where), algorithm), own
+    try:
+        return new_config(flat_settings(content, where), algorithm), own
+    except InputError as error:
+        raise InputError(str(error) if str(error).startswith(where) else f"{where}: {error}") from error
 
 
 def parameters_of(job: Job) -> int:
@@ -213,10 +218,15 @@ def _rules(config: Config, own: dict[str, Any], where: str) -> RoundRules:
 def _features(own: dict[str, Any], shape: list[int], where: str) -> tuple[str, ...]:
     features = own.get("features", [])
     named = isinstance(features, list) and all(isinstance(name, str) and name for name in features)
-    if not named or len(set(features)) < len(features) or (features and [len(features)] != shape):
+    if features and len(shape) > 1:
         raise InputError(
-            f"{where}: [federation] features: give the names of all {shape[0]} features of a table, each once; a "
-            'column of words has one for each word, such as "kind=cat"'
+            f"{where}: [federation] features: inputs of shape {shape} are no rows of a table; leave it out"
+        )
+    if not named or len(set(features)) < len(features) or (features and [len(features)] != shape):
+        found = f"{len(features)} names, {len(set(features))} of them different" if named else toml_value(features)
+        raise InputError(
+            f"{where}: [federation] features: give the names of all {shape[0]} features of a table, each once, where "
+            f'there are {found}; a column of words has one for each word, such as "kind=cat"'
         )
     return tuple(features)
 

@@ -18,11 +18,14 @@ from fedcpsl.deployment.job import Job, job_terms, trial_of, with_step_size
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation.server import held_back_loss
 from fedcpsl.federation.server_store import ServerState
-from fedcpsl.settings import SEARCH
-from fedcpsl.step_size import CANDIDATES, chosen_eta, short_rounds, try_candidates
+from fedcpsl.settings import AUTO, SEARCH
+from fedcpsl.simulation.setup import choose_eta
+from fedcpsl.step_size import CANDIDATES, NothingToHoldBackError, chosen_eta, short_rounds, try_candidates
 from fedcpsl.storage import to_json, write_whole
 
 SEARCH_FILE, TRIALS_FOLDER = "search.json", "trials"
+NOTHING_FOUND: dict[str, Any] = {"rounds": 0, "losses": {}, "eta": None, "seconds": 0.0}
+RESTORE = "restore it, or start in another folder"
 RunTrial = Callable[[Job, str], Iterator[ServerState]]  # runs a job; the name is that of the folder for its states
 
 
@@ -45,12 +48,43 @@ def read_search(folder: Path) -> dict[str, Any]:
     """Return what a search has found until now; nothing where none was begun."""
     path = folder / SEARCH_FILE
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise RunError(f"{path}: cannot be read ({error}); remove it to search again") from error
-    return found
+        raise RunError(f"{path}: cannot be read ({error}); {RESTORE}") from error
+    if not _is_search(found):
+        raise RunError(f"{path}: is damaged; {RESTORE}")
+    search: dict[str, Any] = found
+    return search
+
+
+def _is_search(found: Any) -> bool:
+    """Return whether what was read is what `_search` writes."""
+    if not isinstance(found, dict) or set(found) != set(NOTHING_FOUND):
+        return False
+    losses, eta = found["losses"], found["eta"]
+    return (
+        isinstance(losses, dict)
+        and all(loss is None or _is_number(loss) for loss in losses.values())
+        and (eta is None or (_is_number(eta) and eta > 0))
+        and _is_number(found["seconds"])
+        and type(found["rounds"]) is int
+        and found["rounds"] >= 0
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and isfinite(value)
+
+
+def check_found(job: Job, folder: Path, *, has_rounds: bool) -> None:
+    """Refuse a folder whose rounds were made with a step size that is no longer known."""
+    if job.config.algorithm.eta == SEARCH and has_rounds and read_search(folder).get("eta") is None:
+        raise RunError(
+            f"{folder / SEARCH_FILE}: is missing, or of another folder: it has the step size with which the rounds in "
+            f"{folder} were made; {RESTORE}"
+        )
 
 
 def with_step_size_found(job: Job, folder: Path) -> Job:
@@ -58,21 +92,21 @@ def with_step_size_found(job: Job, folder: Path) -> Job:
     if job.config.algorithm.eta != SEARCH:
         return job
     found = read_search(folder).get("eta")
-    if not isinstance(found, float):
-        raise InputError(f"{folder}: the search for a step size has not ended")
+    if found is None:
+        raise InputError(f"{folder}: there are no rounds yet: the search for a step size has not ended")
     return with_step_size(job, found)
 
 
 def search_step_size(job: Job, folder: Path, run_trial: RunTrial, notify: Notify) -> Job:
     """Return the job with the step size that trials of its devices find, or have found."""
-    if not isinstance(read_search(folder).get("eta"), float):
+    if read_search(folder).get("eta") is None:
         _search(job, folder, run_trial, notify)
     return with_step_size_found(job, folder)
 
 
 def _search(job: Job, folder: Path, run_trial: RunTrial, notify: Notify) -> None:
     began = time.monotonic()
-    found: dict[str, Any] = {"rounds": 0, "losses": {}, "eta": None, "seconds": 0.0} | read_search(folder)
+    found = {**NOTHING_FOUND, "losses": {}} | read_search(folder)
     before = found["seconds"]
 
     def keep() -> None:
@@ -93,10 +127,15 @@ def _search(job: Job, folder: Path, run_trial: RunTrial, notify: Notify) -> None
         known = found["losses"][name]
         return float("inf") if known is None else float(known)
 
-    found["eta"] = chosen_eta(try_candidates(loss_with))
+    try:
+        found["eta"] = chosen_eta(try_candidates(loss_with))
+        text = f"step size {found['eta']:g}, found by trials of {found['rounds']} rounds each in {{:.0f}} s"
+    except NothingToHoldBackError:
+        found["eta"] = choose_eta(AUTO, "", job.config.work.unit)
+        text = f"step size {found['eta']:g}, not searched: no device has two labels and lets them judge"
     keep()
     shutil.rmtree(folder / TRIALS_FOLDER, ignore_errors=True)
-    notify(f"step size {found['eta']:g}, found by trials of {found['rounds']} rounds each in {found['seconds']:.0f} s")
+    notify(text.format(found["seconds"]))
 
 
 def _rounds_of_trials(job: Job, run_trial: RunTrial) -> int:
@@ -120,5 +159,5 @@ def _loss_of_trial(trial: Job, run_trial: RunTrial, *, first: bool) -> float:
         return float("inf")
     loss = held_back_loss(last)
     if first and not isfinite(loss):
-        raise RunError("no device has labels to hold back in a search for a step size; give algorithm.eta as a number")
+        raise NothingToHoldBackError("no device has labels to hold back in a search for a step size")
     return loss

@@ -1,6 +1,7 @@
 """The server's process: listen for devices, run the job's rounds, and write status.json."""
 
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,12 +19,20 @@ from fedcpsl.deployment.job import (
     read_job,
     trial_of,
 )
-from fedcpsl.deployment.search import check_search, read_search, search_step_size, with_step_size_found
+from fedcpsl.deployment.search import (
+    SEARCH_FILE,
+    TRIALS_FOLDER,
+    check_found,
+    check_search,
+    read_search,
+    search_step_size,
+    with_step_size_found,
+)
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation.messages import Transport
 from fedcpsl.federation.privacy import check_delta, epsilon
 from fedcpsl.federation.server import DeviceNames, serve
-from fedcpsl.federation.server_store import ServerState, go_back
+from fedcpsl.federation.server_store import SERVER_FILE, ServerState, go_back
 from fedcpsl.settings import DEFAULT_ALGORITHM, SEARCH
 from fedcpsl.step_size import CANDIDATES
 from fedcpsl.storage import locked, make_folder, to_json, write_whole
@@ -164,7 +173,8 @@ def serve_job(path: Path, config: ServerConfig, notify: Notify, show: Show, back
         _check_keys(config.keys, notify)
     make_folder(config.folder, private=True)
     with locked(config.folder):
-        job = _keep_job(path, job, config.folder / "job.toml")
+        job = _keep_job(path, job, config.folder)
+        check_found(job, config.folder, has_rounds=_has_rounds(config.folder))
         ring = None if config.keys is None else KeyRing(config.keys, config.folder, notify)
         mailbox = Mailbox(max_message_bytes(_sample(job))[1], set if ring is None else ring.revoked)
         context = HttpContext(config.folder, mailbox, ring, notify)
@@ -224,15 +234,25 @@ def _check_keys(keys: Path, notify: Notify) -> None:
         notify(f"warning: {warning}")
 
 
-def _keep_job(path: Path, job: Job, kept: Path) -> Job:
-    """Write the job into the folder, or return the same one from there as devices have it; InputError for another."""
-    if not kept.exists():
-        write_whole(kept, job.text, private=True)
-        return job
-    before = _text_of(kept)
-    if explicit_job(before, str(kept)) != job.text:
+def _keep_job(path: Path, job: Job, folder: Path) -> Job:
+    """Write the job into the folder, or return the same one from there as devices have it; InputError for another.
+
+    A search for a step size can be ended by another job: no round is lost by it.
+    """
+    kept = folder / "job.toml"
+    before = _text_of(kept) if kept.exists() else None
+    if before is not None and explicit_job(before, str(kept)) == job.text:
+        return read_job(before, str(kept))
+    if before is not None and (_has_rounds(folder) or not (folder / SEARCH_FILE).exists()):
         raise InputError(f"{kept}: is another job than {path}; give another --folder, or the old job")
-    return read_job(before, str(kept))
+    (folder / SEARCH_FILE).unlink(missing_ok=True)
+    shutil.rmtree(folder / TRIALS_FOLDER, ignore_errors=True)
+    write_whole(kept, job.text, private=True)
+    return job
+
+
+def _has_rounds(folder: Path) -> bool:
+    return (folder / STATES_FOLDER / SERVER_FILE).exists()
 
 
 def _go_back(job: Job, folder: Path, round: int, notify: Notify) -> None:
