@@ -14,16 +14,28 @@ AT_ONCE = 1 << 20  # entries that are rounded at once: more would not stay in a 
 ENDS_BITS = 64  # a tensor's minimum and maximum, two float32
 
 
-def quantised(x: Tensor, bits: int, u: Tensor, out: Tensor | None = None) -> Tensor:
+def quantised(x: Tensor, bits: int, u: Tensor) -> Tensor:
     """min + step floor((x - min) / step + u), step = (max - min) / (2^B - 1), for u uniform in (0, 1).
 
     Of every tensor [..., entries]; one whose entries are all the same, or not finite, stays as it is.
     """
-    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)  # faster than aminmax
-    step = (high - low) / (2**bits - 1)
-    level = torch.sub(x, low, out=out).div_(step).add_(u).floor_().clamp_(0, 2**bits - 1)
-    found = level.mul_(step).add_(low)
-    return found if bool((step > 0).all()) else found.copy_(torch.where(step > 0, found, x))
+    found = torch.empty_like(x)
+    _round([x], bits, [u], [found])
+    return found
+
+
+def _round(tensors: Sequence[Tensor], bits: int, numbers: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """Write tensors [..., entries], rounded by numbers in (0, 1), to `out`."""
+    steps = []
+    for x, u, found in zip(tensors, numbers, out, strict=True):
+        low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)  # faster than aminmax
+        step = (high - low) / (2**bits - 1)
+        level = torch.sub(x, low, out=found).div_(step).add_(u).floor_().clamp_(0, 2**bits - 1)
+        level.mul_(step).add_(low)
+        steps.append(step)
+    if not bool((torch.cat(steps, -1) > 0).all()):  # one look at all of them: they seldom are not
+        for x, found, step in zip(tensors, out, steps, strict=True):
+            found.copy_(torch.where(step > 0, found, x))
 
 
 def tensors_of(leaf: Tensor, sizes: Sequence[int]) -> list[int]:
@@ -54,18 +66,16 @@ def quantised_uploads(
     entries = sum(map(sum, pieces))
     if not entries:
         return upload
-    rounded = next(leaf for leaf, parts in zip(leaves(upload), pieces, strict=True) if parts)
+    some_leaf = next(leaf for leaf, parts in zip(leaves(upload), pieces, strict=True) if parts)
     at_once = max(AT_ONCE // entries, 1)
     for top in range(0, len(devices), at_once):
         some = slice(top, top + at_once)
         drawn = np.stack([random_bytes(entries + 2, seed, "rounding", round, device) for device in devices[some]])
-        u, first = uniform(drawn, rounded), 0
+        u, first = uniform(drawn, some_leaf), 0
         for leaf, sent, parts in zip(leaves(upload), found, pieces, strict=True):
             if parts:
                 x, out, last = leaf[some].flatten(1), sent[some].flatten(1), first + sum(parts)
-                tensors = (t.split(parts, 1) for t in (x, u[:, first:last], out))
-                for each, numbers, room in zip(*tensors, strict=True):
-                    quantised(each, bits, numbers, room)
+                _round(x.split(parts, 1), bits, u[:, first:last].split(parts, 1), out.split(parts, 1))
                 first = last
     return rebuilt(upload, found)
 

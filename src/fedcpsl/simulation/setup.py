@@ -3,6 +3,7 @@
 import sys
 from copy import copy
 from dataclasses import replace
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -185,6 +186,8 @@ def prepare(
     algorithm = replace(algorithm, eta=choose_eta(algorithm.eta, "", "epochs"))
     traits = traits_of(algorithm.name)
     device = choose_device(run.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     dtype = choose_dtype(run.dtype, device)
     set_precision(run.precision, device)
     joins = _joins(work, federation.devices)
@@ -295,6 +298,16 @@ def _differ_in_start_only(model: nn.Module, network: Network) -> bool:
     return trained == network.shapes and all(
         name in others and torch.equal(t, others[name].to(t)) for name, t in fixed.items()
     )
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Let the process keep the memory that tensors of a round free: the next round needs as much again.
+
+    glibc returns blocks above a threshold to the system, which then has to map every page again. Freeing one block of
+    almost 32 MiB, whose pages are never touched, raises that threshold to its maximum; other allocators ignore it.
+    """
+    torch.empty(31 << 20, dtype=torch.uint8)
 
 
 def choose_eta(eta: float | str, dataset: str, unit: str) -> float:
