@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ from fedcpsl.federation.messages import (
     COMMON_FIELDS,
     END,
     HELLO,
+    MAX_LOSS,
     PROTOCOL,
     TRAIN,
     Attempt,
@@ -187,6 +189,18 @@ def test_where_no_device_can_hold_back_a_label_the_step_size_is_that_of_the_simu
     assert read_search(tmp_path)["eta"] == 0.05
     assert states[-1].over
     assert not (tmp_path / "trials").exists()
+
+
+def test_a_loss_that_is_no_number_is_a_divergence_and_no_missing_label(tmp_path, monkeypatch):
+    def no_numbers(participant, state, x):  # noqa: ARG001
+        return torch.full((len(x), 3), float("nan"))
+
+    monkeypatch.setattr("fedcpsl.federation.device._log_predictions", no_numbers)
+    transport = devices(tmp_path)
+    with pytest.raises(InputError, match=r"no step size of .* converges on this data; give one"):
+        run(transport, tmp_path)
+    assert read_search(tmp_path)["losses"] == {"0.003": None}
+    assert {reply.header["loss"] for _, _, reply in transport.replies if "loss" in reply.header} == {MAX_LOSS}
 
 
 def test_noise_or_the_owner_keep_a_device_from_judging(tmp_path):

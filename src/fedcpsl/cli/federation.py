@@ -205,7 +205,7 @@ def _say(text: str) -> None:
 
 def status_printer() -> Callable[[Mapping[str, Any]], None]:
     """Return a function that prints a status as one line; what has not changed is printed once."""
-    last, known = [""], set[str]()
+    last, printed = [""], set[str]()
 
     def say(text: str) -> None:
         if text != last[0]:
@@ -214,9 +214,9 @@ def status_printer() -> Callable[[Mapping[str, Any]], None]:
 
     def show(status: Mapping[str, Any]) -> None:
         problems = [d["problem"] for d in status["devices"] if d["problem"]] + list(status["strangers"].values())
-        _print_status_line(say, status, [text for text in problems if text not in known])
-        known.clear()
-        known.update(problems)
+        _print_status_line(say, status, [text for text in problems if text not in printed])
+        printed.clear()
+        printed.update(problems)
 
     return show
 

@@ -7,7 +7,7 @@ server that was killed goes on with the trial that it was in, and a job whose se
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from math import isfinite
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 from fedcpsl.deployment.endpoints import Notify
 from fedcpsl.deployment.job import Job, job_terms, trial_of, with_step_size
 from fedcpsl.errors import InputError, RunError
+from fedcpsl.federation.messages import MAX_LOSS
 from fedcpsl.federation.server import held_back_loss
 from fedcpsl.federation.server_store import ServerState
 from fedcpsl.settings import AUTO, SEARCH
@@ -26,7 +27,8 @@ from fedcpsl.storage import to_json, write_whole
 SEARCH_FILE, TRIALS_FOLDER = "search.json", "trials"
 NOTHING_FOUND: dict[str, Any] = {"rounds": 0, "losses": {}, "eta": None, "seconds": 0.0}
 RESTORE = "restore it, or start in another folder"
-RunTrial = Callable[[Job, str], Iterator[ServerState]]  # runs a job; the name is that of the folder for its states
+States = Generator[ServerState, None, None]
+RunTrial = Callable[[Job, str], States]  # runs a job; the name is that of the folder for its states
 
 
 def check_search(job: Job, where: Path, *, explicit: bool) -> None:
@@ -141,7 +143,7 @@ def _search(job: Job, folder: Path, run_trial: RunTrial, notify: Notify) -> None
 def _rounds_of_trials(job: Job, run_trial: RunTrial) -> int:
     """Wait until enough devices have joined; then their sizes say how many rounds a trial needs."""
     trial = trial_of(job, CANDIDATES[0], job.rules.rounds)
-    with closing(run_trial(trial, f"{TRIALS_FOLDER}/joining")) as states:  # type: ignore[type-var]
+    with closing(run_trial(trial, f"{TRIALS_FOLDER}/joining")) as states:
         for state in states:
             if state.begun:
                 config = trial.config
@@ -157,7 +159,7 @@ def _loss_of_trial(trial: Job, run_trial: RunTrial, *, first: bool) -> float:
         if first:
             raise
         return float("inf")
-    loss = held_back_loss(last)
-    if first and not isfinite(loss):
+    if first and not last.losses:
         raise NothingToHoldBackError("no device has labels to hold back in a search for a step size")
-    return loss
+    loss = held_back_loss(last)
+    return loss if loss < MAX_LOSS / 2 else float("inf")

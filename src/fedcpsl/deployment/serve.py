@@ -22,6 +22,7 @@ from fedcpsl.deployment.job import (
 from fedcpsl.deployment.search import (
     SEARCH_FILE,
     TRIALS_FOLDER,
+    States,
     check_found,
     check_search,
     read_search,
@@ -67,7 +68,9 @@ def run_job(
 ) -> None:
     """Run a job over a transport, after a search for its step size where it asks for one; `follow` gets every state."""
 
-    def rounds_of(some: Job, states: str) -> Iterator[ServerState]:
+    check_found(job, folder, has_rounds=_has_rounds(folder))
+
+    def rounds_of(some: Job, states: str) -> States:
         transport.use_job(some.text)
         for state in run_rounds(transport, some, folder, to_forget, states):
             follow(state)
@@ -174,7 +177,6 @@ def serve_job(path: Path, config: ServerConfig, notify: Notify, show: Show, back
     make_folder(config.folder, private=True)
     with locked(config.folder):
         job = _keep_job(path, job, config.folder)
-        check_found(job, config.folder, has_rounds=_has_rounds(config.folder))
         ring = None if config.keys is None else KeyRing(config.keys, config.folder, notify)
         mailbox = Mailbox(max_message_bytes(_sample(job))[1], set if ring is None else ring.revoked)
         context = HttpContext(config.folder, mailbox, ring, notify)

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -262,13 +263,13 @@ def _accuracy(participant: Participant, state: DeviceState) -> float | None:
 
 
 def _judged(participant: Participant, state: DeviceState, reply: Reply) -> Reply:
-    """Return a reply with the mean of -log h_p(x)_y over the labels held back, where it is a number."""
+    """Return a reply with the mean of -log h_p(x)_y over the labels held back; the maximum where it is no number."""
     local_data = participant.local_data
     if not len(local_data.y_test):
         return reply
     log_h = _log_predictions(participant, state, local_data.x_test)
     loss = float(-log_h.gather(1, local_data.y_test[:, None]).double().mean())
-    return reply._replace(loss=loss, judged=len(local_data.y_test)) if 0 <= loss <= MAX_LOSS else reply
+    return reply._replace(loss=min(loss, MAX_LOSS) if isfinite(loss) else MAX_LOSS, judged=len(local_data.y_test))
 
 
 def _log_predictions(participant: Participant, state: DeviceState, x: Tensor) -> Tensor:

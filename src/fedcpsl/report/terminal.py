@@ -358,8 +358,8 @@ def print_status(status: Mapping[str, Any]) -> None:
         console.print(Text(f"{when} {event['text']}"))
     search = status.get("step_size_search")
     if search and search["eta"] is not None:
-        seconds, rounds = search["seconds"], search["rounds"]
-        console.print(f"step size {search['eta']:g}, found by trials of {rounds} rounds each in {seconds:.0f} s")
+        trials = f"found by trials of {search['rounds']} rounds each in {search['seconds']:.0f} s"
+        console.print(f"step size {search['eta']:g}, {trials if search['losses'] else 'not searched'}")
     if status["privacy"]:
         private = status["privacy"]
         console.print(
