@@ -122,7 +122,8 @@ def _search(job: Job, folder: Path, run_trial: RunTrial, notify: Notify) -> None
     def loss_with(eta: float) -> float:
         name = f"{eta:g}"
         if name not in found["losses"]:
-            loss = _loss_of_trial(trial_of(job, eta, found["rounds"]), run_trial, first=eta == CANDIDATES[0])
+            trial = trial_of(job, eta, found["rounds"])
+            loss = _loss_of_trial(trial, run_trial, notify, first=eta == CANDIDATES[0])
             notify(f"step size {name}: " + (f"loss {loss:.4g}" if isfinite(loss) else "diverges"))
             found["losses"][name] = loss if isfinite(loss) else None
             keep()
@@ -151,13 +152,14 @@ def _rounds_of_trials(job: Job, run_trial: RunTrial) -> int:
     raise RunError("no device could join the search for a step size")
 
 
-def _loss_of_trial(trial: Job, run_trial: RunTrial, *, first: bool) -> float:
+def _loss_of_trial(trial: Job, run_trial: RunTrial, notify: Notify, *, first: bool) -> float:
     """Return the loss after a trial; infinite where devices that made a trial with a smaller step size fail in it."""
     try:
         *_, last = run_trial(trial, f"{TRIALS_FOLDER}/{trial.config.algorithm.eta:g}")
-    except RunError:
+    except RunError as error:
         if first:
             raise
+        notify(str(error))
         return float("inf")
     if first and not last.losses:
         raise NothingToHoldBackError("no device has labels to hold back in a search for a step size")

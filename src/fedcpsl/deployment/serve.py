@@ -67,7 +67,6 @@ def run_job(
     to_forget: DeviceNames = tuple,
 ) -> None:
     """Run a job over a transport, after a search for its step size where it asks for one; `follow` gets every state."""
-
     check_found(job, folder, has_rounds=_has_rounds(folder))
 
     def rounds_of(some: Job, states: str) -> States:
