@@ -531,3 +531,18 @@ def test_a_device_predicts_for_a_table_by_the_names_of_its_columns(tmp_path):
     shown = fedcpsl("predict", "ann", "new.csv", "--json", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     assert len(shown.stdout.splitlines()) == 2
+    assert "accuracy" not in shown.stderr
+    own = fedcpsl("predict", "ann", "ann.csv", "--json", cwd=tmp_path)  # the table that it joined with, label and all
+    assert own.returncode == 0, own.stderr
+    assert len(own.stdout.splitlines()) == 20
+    assert re.search(r"of 20\b", own.stderr), own.stderr
+    damaged = next((tmp_path / "ann").glob("*/columns.json"))
+    damaged.write_text("{")
+    said = fedcpsl("predict", "ann", "ann.csv", cwd=tmp_path)
+    assert said.returncode == 2
+    assert "columns.json: cannot be read; let the device join again" in said.stderr
+    damaged.unlink()  # as an older version left it
+    assert (
+        "has the column 'label', which the model was not trained on"
+        in fedcpsl("predict", "ann", "ann.csv", cwd=tmp_path).stderr
+    )

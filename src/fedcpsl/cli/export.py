@@ -181,16 +181,16 @@ def _predictor(parsed: argparse.Namespace) -> Any:
 
 
 def _predictor_of_a_joined_device(folder: Path) -> Any:
-    from fedcpsl.deployment.device_process import inputs_for, job_of, predictor
+    from fedcpsl.deployment.device_process import columns_of, inputs_for, job_of, predictor
     from fedcpsl.export.model_manifest import ModelManifest, Predictor, shareable_config
     from fedcpsl.federation.device import predict
 
     participant = predictor(folder)
     job = job_of(participant)
     shapes = (job.classes, job.shape, job.features, job.scaling)
-    manifest = ModelManifest(
-        folder.name, None, *shapes, None, job.config.algorithm.name, shareable_config(job.config), ""
-    )
+    config = shareable_config(job.config)
+    config["data"] |= columns_of(participant)
+    manifest = ModelManifest(folder.name, None, *shapes, None, job.config.algorithm.name, config, "")
     return Predictor(manifest, lambda x: predict(participant, inputs_for(job, x, folder)).numpy())
 
 

@@ -63,6 +63,8 @@ LOG = logging.getLogger("fedcpsl")
 UNFIT = "its data does not fit the job, or its folder cannot be used; its log has the reason"
 SERVER = "the server's message"
 JOB_FILE = "job.toml"
+COLUMNS_FILE = "columns.json"
+TABLE_COLUMNS = ("label", "test_column")  # columns of the device's own table that are not features
 MAX_RUNS_STORED = 100  # in a device's folder
 RESPONSE_TIMEOUT_S = 120.0  # without a byte from the server
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 10.0  # before the next attempt to connect
@@ -142,6 +144,8 @@ def make_participant(config: DeviceConfig, job: Job, run: str) -> Participant:
             f"{config.folder}: holds the states of {MAX_RUNS_STORED} runs; remove those that are not needed"
         )
     make_folder(folder, private=True)
+    columns = {name: getattr(config.data, name) for name in TABLE_COLUMNS}
+    write_whole(folder / COLUMNS_FILE, json.dumps(columns), private=True)
     write_whole(folder / JOB_FILE, job.text, private=True)  # so that its model can be used without the server
     shares = config.share_accuracy and not job.trial
     return Participant(terms, local_data, folder, config.budget, protection, shares, job.trial)
@@ -198,6 +202,18 @@ def job_of(participant: Participant) -> Job:
     """Return the job of a participant, from its folder."""
     path = participant.folder / JOB_FILE
     return read_job(path.read_text(encoding="utf-8"), str(path))
+
+
+def columns_of(participant: Participant) -> dict[str, str]:
+    """Return the columns of the device's own table that are not features; none where its folder does not say."""
+    path = participant.folder / COLUMNS_FILE
+    if not path.exists():  # written by an older version
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {name: str(found[name]) for name in TABLE_COLUMNS}
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path}: cannot be read; let the device join again, which writes it anew") from error
 
 
 class Handler:
