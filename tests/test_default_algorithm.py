@@ -131,7 +131,7 @@ def test_a_dry_run_searches_nothing(tmp_path, monkeypatch, capsys):
     def search(*_):
         raise AssertionError
 
-    monkeypatch.setattr("fedcpsl.runs.experiment.search_eta", search)
+    monkeypatch.setattr("fedcpsl.runs.experiment.search_etas", search)
     monkeypatch.chdir(tmp_path)
     small = ["--devices", "4", "--rounds", "2", "--set", "run.processes=1", "--set", "run.executor=sequential"]
     assert run_command(["run", "--algorithm", "fedcpsl2", *small, "--dry-run"]) == 0

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from fedcpsl import Federation, Run, Work, prepare
+from fedcpsl import Federation, Run, Work, prepare, step_size
 from fedcpsl.algorithms import fedcpsl2
+from fedcpsl.config import algorithm_settings
 from fedcpsl.data.ondemand import from_function
 from fedcpsl.data.split import LABELLED, TEST, UNLABELLED
 from fedcpsl.errors import InputError
@@ -16,13 +17,16 @@ from fedcpsl.report.comparison import remarks
 from fedcpsl.step_size import (
     CANDIDATES,
     DEVICES,
+    SearchJob,
     StepSizeSearch,
     chosen_eta,
     labels_held_back,
     search_eta,
+    search_etas,
     short_rounds,
 )
 from tests.command import fedcpsl as command
+from tests.conftest import small_federation, small_model
 
 
 def federation(devices=6, labelled=0.5):
@@ -35,6 +39,17 @@ def federation(devices=6, labelled=0.5):
 def model():
     torch.manual_seed(0)
     return torch.nn.Linear(5, 3)
+
+
+class Steep(torch.nn.Module):
+    """Whose outputs grow with the fourth power of its weights: large steps end in numbers that are not finite."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((3, 5), 1.0))
+
+    def forward(self, x):
+        return x @ (self.weight**5).T
 
 
 WORK = Work(rounds=20, active=2, unit="steps", amount=4, batch_labelled=8, batch_unlabelled=8)
@@ -81,25 +96,63 @@ def test_without_labels_to_hold_back():
 def test_it_chooses_what_learns_and_leaves_out_what_diverges():
     found = search_eta(federation(), model(), fedcpsl2.Settings(), WORK, RUN)
     assert found.eta in CANDIDATES
-    converged = [eta for eta in CANDIDATES if found.losses[eta] < float("inf")]
-    assert found.steps == len(converged) * found.rounds * 2 * 4
+    tried = [eta for eta in CANDIDATES if found.losses[eta] < float("inf")]
+    tried += CANDIDATES[len(tried) : len(tried) + 1]  # one that diverged costs as many steps
+    assert found.steps in {count * found.rounds * 2 * 4 for count in (len(tried) - 1, len(tried))}
     assert found.rounds == 20  # visits are short: as many rounds as the run has
     again = search_eta(federation(), model(), fedcpsl2.Settings(), WORK, RUN)
     assert (again.eta, again.losses) == (found.eta, found.losses)
 
-    class Steep(torch.nn.Module):
-        """Whose outputs grow with the fourth power of its weights: large steps end in numbers that are not finite."""
-
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.full((3, 5), 1.0))
-
-        def forward(self, x):
-            return x @ (self.weight**5).T
-
     steep = search_eta(federation(), Steep(), fedcpsl2.Settings(), WORK, RUN)
     assert steep.losses[max(CANDIDATES)] == float("inf")
     assert steep.summary["losses"][f"{max(CANDIDATES):g}"] is None
+
+
+def test_searches_side_by_side_find_what_each_finds_alone():
+    """Also beside a run that diverges, one without labels to hold back, other rounds and other algorithms."""
+    run, few = replace(RUN, dtype="float64"), replace(WORK, rounds=6)
+    own = fedcpsl2.Settings()
+    others = [replace(own, name="fedcpsl2-alone"), replace(own, beta=0.0, prior="off")]
+    y = np.full(20, -1)
+    y[[0, 10]] = 0, 1
+    bare = Federation.from_arrays(np.random.default_rng(0).normal(size=(20, 5)), y, np.arange(20) // 10, np.zeros(20))
+    steep, shared = Steep(), federation()
+    jobs = [
+        SearchJob(shared, steep, own, WORK, run),
+        SearchJob(shared, steep, others[0], WORK, run),
+        SearchJob(bare, steep, own, WORK, run),
+        SearchJob(federation(labelled=0.25), steep, others[1], few, replace(run, seed=3)),
+        SearchJob(shared, steep, own, WORK, replace(run, seed=1)),
+    ]
+    together = search_etas(jobs)
+    for found, job in zip(together, jobs, strict=True):
+        alone = search_eta(*job)
+        assert (found.eta, found.rounds, found.steps) == (alone.eta, alone.rounds, alone.steps)
+        assert found.losses == pytest.approx(alone.losses, abs=1e-10)
+    assert any(loss == float("inf") for loss in together[0].losses.values())
+    assert not together[2].losses
+
+
+def test_one_search_at_a_time_where_memory_is_short(monkeypatch):
+    jobs = [SearchJob(federation(), model(), fedcpsl2.Settings(), replace(WORK, rounds=3), RUN)] * 3
+    sizes, search = [], step_size._search_side_by_side
+    monkeypatch.setattr(step_size, "_search_side_by_side", lambda some: sizes.append(len(some)) or search(some))
+    search_etas(jobs)
+    monkeypatch.setattr(step_size, "free_bytes", lambda _: 100)
+    search_etas(jobs)
+    assert sizes == [3, 1, 1, 1]
+
+
+def test_a_server_keeps_its_own_samples_in_a_search():
+    held = labels_held_back(small_federation(sizes=((5, 5), (6, 7)), at_server=9), 0)
+    assert len(held.server_samples) == 9
+    search_eta(
+        small_federation(sizes=((5, 5), (6, 7)), at_server=9),
+        small_model(),
+        algorithm_settings("semipfl")(name="semipfl"),
+        replace(WORK, rounds=2),
+        RUN,
+    )
 
 
 def test_the_choice():

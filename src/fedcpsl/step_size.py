@@ -1,7 +1,8 @@
 """A step size for data that nobody has tuned on: short runs with some of the labels held back, which then judge."""
 
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil, isfinite
@@ -15,15 +16,18 @@ from fedcpsl import config as settings
 from fedcpsl.algorithms import traits_of
 from fedcpsl.data.federation import Federation
 from fedcpsl.data.ondemand import OnDemand
-from fedcpsl.data.split import LABELLED, TEST, UNLABELLED
-from fedcpsl.errors import InputError, RunError
+from fedcpsl.data.split import LABELLED, SERVER, TEST, VALIDATION
+from fedcpsl.errors import InputError
 from fedcpsl.evaluation import predict
 from fedcpsl.problem import Costs
 from fedcpsl.schedule import Sizes, draw_steps, stream, work_of
 from fedcpsl.settings import SEARCH
 from fedcpsl.simulation import Setup, State, simulate_together
 from fedcpsl.simulation import prepare as prepare_with_step_size
-from fedcpsl.simulation.setup import choose_eta
+from fedcpsl.simulation.setup import choose_device, choose_eta
+from fedcpsl.simulation.state import FiniteCheck
+from fedcpsl.simulation.store import free_bytes
+from fedcpsl.simulation.tuning import SHARE, slots_that_fit
 
 CANDIDATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 NEARLY, WORSE = 1.25, 2.0  # times the least loss: good enough; too bad for a margin, and not to try larger ones
@@ -31,6 +35,7 @@ DEVICES = 20  # that take part in a search: the first ones
 FEWEST_ROUNDS = 5
 STEPS = 600  # of a candidate, where more rounds are needed for so many
 HELD_BACK = 5  # one of so many labels
+NUMBER_BYTES = 4  # of an input, as a network is given it
 
 
 class NothingToHoldBackError(InputError):
@@ -100,6 +105,17 @@ def with_step_size(
     return replace(algorithm, eta=search_eta(federation, model, algorithm, work, run, costs).eta)
 
 
+class SearchJob(NamedTuple):
+    """A run whose step size is to be searched."""
+
+    federation: Federation | OnDemand
+    model: nn.Module
+    algorithm: Any
+    work: settings.Work
+    run: settings.Run
+    costs: Costs | None = None
+
+
 def search_eta(
     federation: Federation | OnDemand,
     model: nn.Module,
@@ -109,32 +125,96 @@ def search_eta(
     costs: Costs | None = None,
 ) -> StepSizeSearch:
     """Try step sizes in short runs of the first devices, and choose by the likelihood of labels held back."""
-    began = time.monotonic()
+    return search_etas([SearchJob(federation, model, algorithm, work, run, costs)])[0]
+
+
+def search_etas(jobs: Sequence[SearchJob]) -> list[StepSizeSearch]:
+    """Search the step sizes of runs that can be simulated together: a candidate's short runs are one program."""
+    most = _jobs_at_a_time(jobs)
+    pieces = [jobs[first : first + most] for first in range(0, len(jobs), most)]
+    return [found for piece in pieces for found in _search_side_by_side(piece)]
+
+
+def _jobs_at_a_time(jobs: Sequence[SearchJob]) -> int:
+    """How many searches memory has room for: each has a copy of its samples."""
+    sizes = [job.federation.x.size if isinstance(job.federation, Federation) else sys.maxsize for job in jobs]
+    return max(1, int(SHARE * free_bytes(choose_device(jobs[0].run.device)) / (NUMBER_BYTES * max(sizes))))
+
+
+def _search_side_by_side(jobs: Sequence[SearchJob]) -> list[StepSizeSearch]:
+    began, short = time.monotonic(), _short_jobs(jobs)
+    losses, steps = [dict.fromkeys(CANDIDATES, float("inf")) for _ in jobs], [0] * len(jobs)
+    going, setups = [i for i, job in enumerate(short) if job], dict[int, Setup]()
+    for eta in CANDIDATES:
+        for i in going:
+            setups[i] = _with_eta(short[i], eta, setups.get(i) or _neighbour(short[i], setups))
+        for i, (loss, made) in zip(going, _short_runs([setups[i] for i in going]), strict=True):
+            losses[i][eta] = loss
+            steps[i] += made
+        going = [i for i in going if is_larger_worth_trying(losses[i], eta)]
+    seconds = (time.monotonic() - began) / len(jobs)  # each one's share
+    return [
+        StepSizeSearch(choose_eta(settings.AUTO, "", job.work.unit), {}, 0, 0, seconds)
+        if own is None
+        else StepSizeSearch(chosen_eta(losses[i]), losses[i], own.work.rounds, steps[i], seconds)
+        for i, (job, own) in enumerate(zip(jobs, short, strict=True))
+    ]
+
+
+def _short_jobs(jobs: Sequence[SearchJob]) -> list[SearchJob | None]:
+    """The short runs of some searches, without a step size yet; None where no label can be held back."""
+    held: dict[tuple[int, int], Federation | None] = {}
+    short: list[SearchJob | None] = []
+    for job in jobs:
+        split = id(job.federation), job.run.seed
+        if split not in held:
+            held[split] = _held_back(job.federation, job.run.seed)
+        federation, work, run = held[split], job.work, job.run
+        if federation is None:
+            short.append(None)
+            continue
+        active = min(4 if work.active == settings.AUTO else int(work.active), federation.devices)
+        rounds = short_rounds(federation.sizes, job.algorithm, work, active)
+        work = replace(work, rounds=rounds, active=active, personal_rounds=0, two_phase=False, joiners=0, loss_rate=0.0)
+        run = replace(run, store="accelerator", gaps=False)
+        short.append(job._replace(federation=federation, work=work, run=run))
+    return short
+
+
+def _held_back(federation: Federation | OnDemand, seed: int) -> Federation | None:
     try:
-        held = labels_held_back(federation, run.seed)
+        return labels_held_back(federation, seed)
     except NothingToHoldBackError:
-        return StepSizeSearch(choose_eta(settings.AUTO, "", work.unit), {}, 0, 0, time.monotonic() - began)
-    active = min(4 if work.active == settings.AUTO else int(work.active), held.devices)
-    rounds = short_rounds(held.sizes, algorithm, work, active)
-    short = replace(work, rounds=rounds, active=active, personal_rounds=0, two_phase=False, joiners=0, loss_rate=0.0)
-    machine = replace(run, store="accelerator", gaps=False)
-    steps, first = 0, None
+        return None
 
-    def loss_with(eta: float) -> float:
-        nonlocal steps, first
-        setup = prepare_with_step_size(held, model, replace(algorithm, eta=eta), short, machine, costs, first)
-        first = first or setup
-        try:
-            *_, (last,) = simulate_together([setup], on_ranks=False)
-        except RunError as error:
-            if error.run is None:  # not a number of a run that is no longer finite
-                raise
-            return float("inf")
-        steps += last.steps
-        return held_out_loss(last)
 
-    losses = try_candidates(loss_with)
-    return StepSizeSearch(chosen_eta(losses), losses, rounds, steps, time.monotonic() - began)
+def _neighbour(job: SearchJob | None, setups: Mapping[int, Setup]) -> Setup | None:
+    """A setup whose samples or network can be shared."""
+    assert job is not None
+    same = (setup for setup in setups.values() if setup.data.made_of is job.federation)
+    return next(same, next(iter(setups.values()), None))
+
+
+def _with_eta(job: SearchJob | None, eta: float, beside: Setup | None) -> Setup:
+    assert job is not None
+    algorithm = replace(job.algorithm, eta=eta)
+    return prepare_with_step_size(job.federation, job.model, algorithm, job.work, job.run, job.costs, beside)
+
+
+def _short_runs(setups: Sequence[Setup]) -> list[tuple[float, int]]:
+    """The loss of every run on the labels held back, infinite where it diverges, and the steps that it made."""
+    if not setups:
+        return []
+    if len(setups) > 1 and not setups[0].machine.slots:
+        slots = slots_that_fit(setups)
+        setups = [setup._replace(machine=setup.machine._replace(slots=slots)) for setup in setups]
+    checks: list[list[FiniteCheck | None]] = []
+    for states in simulate_together(setups, on_ranks=False, stop_when_not_finite=False):
+        checks.append([state.finite_check for state in states])
+    return [
+        (held_out_loss(state) if all(check.holds for check in own if check) else float("inf"), state.steps)
+        for state, own in zip(states, zip(*checks, strict=True), strict=True)
+    ]
 
 
 def try_candidates(loss_with: Callable[[float], float]) -> dict[float, float]:
@@ -143,9 +223,14 @@ def try_candidates(loss_with: Callable[[float], float]) -> dict[float, float]:
     losses = dict.fromkeys(CANDIDATES, float("inf"))
     for eta in CANDIDATES:
         losses[eta] = loss_with(eta)
-        if not isfinite(losses[eta]) or losses[eta] > WORSE * min(losses.values()):
+        if not is_larger_worth_trying(losses, eta):
             break
     return losses
+
+
+def is_larger_worth_trying(losses: Mapping[float, float], eta: float) -> bool:
+    """Whether a candidate neither diverged nor is much worse than the best so far."""
+    return isfinite(losses[eta]) and losses[eta] <= WORSE * min(losses.values())
 
 
 def chosen_eta(losses: Mapping[float, float]) -> float:
@@ -189,15 +274,16 @@ def held_out_loss(state: State) -> float:
 
 
 def labels_held_back(federation: Federation | OnDemand, seed: int) -> Federation:
-    """The first devices with a fifth of their labelled samples as tests; their own tests are left out."""
+    """The first devices with a fifth of their labelled samples as tests, and what the server holds; their own tests are
+    left out."""
     chosen = range(min(DEVICES, federation.devices))
     whole = federation.held(chosen) if isinstance(federation, OnDemand) else federation
-    device, role = whole.device, whole.role.copy()
+    device, role = np.where(whole.role == SERVER, 0, whole.device), whole.role.copy()
     rng = stream(seed, "step_size")
     judged = np.concatenate([_some(np.flatnonzero((device == i) & (role == LABELLED)), rng) for i in chosen])
     if not len(judged):
         raise NothingToHoldBackError('algorithm.eta = "search": needs a device with two labels or more; give a number')
-    role[whole.role > UNLABELLED] = -1
+    role[(whole.role == TEST) | (whole.role == VALIDATION)] = -1
     role[judged] = TEST
     kept = np.flatnonzero((role >= 0) & (device < len(chosen)))
     return replace(

@@ -87,7 +87,8 @@ def linear(x: Tensor, matrices: Matrices, totals: Totals | None, arithmetic: Ari
         assert totals is not None
         each = gradient.reshape(slots * models, -1, out)
         rounded = factor(each, arithmetic)
-        x_gradient = product(rounded, matrices.each).view(slots, models, *between, -1) if to_x else None
+        width = matrices.each.shape[-1]  # -1 would be ambiguous without rows
+        x_gradient = product(rounded, matrices.each).view(slots, models, *between, width) if to_x else None
         if shared:
             side = rounded.view(slots, models, -1, out).transpose(1, 2).flatten(2)
             add_outer(totals.together, side, rows)

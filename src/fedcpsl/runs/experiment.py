@@ -9,9 +9,10 @@ from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 
 from fedcpsl.algorithm import optional
 from fedcpsl.algorithms import find_algorithm
@@ -39,7 +40,7 @@ from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.rounds import raise_if_not_finite
 from fedcpsl.simulation.setup import choose_eta
 from fedcpsl.simulation.tuning import Layout, fastest, laid_out, slots_that_fit
-from fedcpsl.step_size import StepSizeSearch, search_eta
+from fedcpsl.step_size import SearchJob, StepSizeSearch, search_etas
 from fedcpsl.storage import locked, read_numbers
 from fedcpsl.theory import applies, gap
 
@@ -74,24 +75,56 @@ def without_search(config: Config) -> Config:
     return replace(config, algorithm=replace(config.algorithm, eta=AUTO)) if config.algorithm.eta == SEARCH else config
 
 
-def build(config: Config, source: Source | None = None, group: Sequence[Experiment] = ()) -> Experiment:
-    """Load the data (unless given), make the model and replace every `auto` by a value; nothing is written.
+class Loaded(NamedTuple):
+    """A config with the data and the model that it names."""
 
-    `group` are experiments with the same model: all can then be run together. Those with the same data settings and
-    seed share the split and all samples.
-    """
+    config: Config
+    federation: Federation | OnDemand
+    model: nn.Module
+
+
+def load_run(config: Config, source: Source | None = None, group: Sequence["Loaded | Experiment"] = ()) -> Loaded:
+    """Load the data (unless given) and make the model; runs of the group with the same split share it."""
     config = replace(config, data=with_absolute_paths(resolve_auto(config.data)), edge=with_absolute_files(config.edge))
-    split = config.data, config.run.seed
-    same_split = next((e for e in reversed(group) if (e.config.data, e.config.run.seed) == split), None)
-    neighbour = same_split or (group[0] if group else None)
+    same_split = _with_same_split(config, group)
     federation = same_split.federation if same_split else load_federation(config.data, config.run.seed, source)
     torch.manual_seed(int(stream(config.run.seed, "init").integers(2**63)))
     name = choose_model(config.model.name, federation.shape, config.data.dataset)
-    config = replace(config, model=replace(config.model, name=name))
     model = make_model(name, config.model.hidden, federation.shape, federation.classes)
-    search = None
-    if config.algorithm.eta == SEARCH:
-        search = search_eta(federation, model, config.algorithm, config.work, config.run)
+    return Loaded(replace(config, model=replace(config.model, name=name)), federation, model)
+
+
+Member = TypeVar("Member", "Loaded", "Experiment", "Loaded | Experiment")
+
+
+def _with_same_split(config: Config, group: Sequence[Member]) -> Member | None:
+    split = config.data, config.run.seed
+    return next((e for e in reversed(group) if (e.config.data, e.config.run.seed) == split), None)
+
+
+def search_step_sizes(runs: Sequence[Loaded]) -> list[StepSizeSearch]:
+    """Search the step sizes of runs of one group, side by side."""
+    return search_etas(
+        [SearchJob(run.federation, run.model, run.config.algorithm, run.config.work, run.config.run) for run in runs]
+    )
+
+
+def build(
+    config: Config,
+    source: Source | None = None,
+    group: Sequence[Experiment] = (),
+    search: StepSizeSearch | None = None,
+) -> Experiment:
+    """Load the data (unless given), make the model and replace every `auto` by a value; nothing is written.
+
+    `group` are experiments with the same model: all can then be run together. Those with the same data settings and
+    seed share the split and all samples. `search` is what a search for the step size has found; where it is left out,
+    a step size that is to be searched is searched now.
+    """
+    config, federation, model = loaded = load_run(config, source, group)
+    neighbour = _with_same_split(config, group) or (group[0] if group else None)
+    if config.algorithm.eta == SEARCH and search is None:
+        (search,) = search_step_sizes([loaded])
     eta = search.eta if search else choose_eta(config.algorithm.eta, config.data.dataset, config.work.unit)
     config = replace(config, algorithm=replace(config.algorithm, eta=eta))
     other = neighbour.setup if neighbour else None

@@ -19,15 +19,20 @@ from fedcpsl.runs.comparison import Case, Plan, run_folder, same_data
 from fedcpsl.runs.experiment import (
     Experiment,
     GroupMember,
+    Loaded,
     Outcome,
     Watch,
     build,
     load_data,
+    load_run,
     resume_together,
+    search_step_sizes,
     start_together,
 )
+from fedcpsl.settings import SEARCH
 from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.tuning import runs_that_fit
+from fedcpsl.step_size import StepSizeSearch
 from fedcpsl.storage import locked
 
 
@@ -57,13 +62,13 @@ def run_all(folder: Path, plan: Plan, announce: Announce) -> bool:
             watches, given = announce(group, len(planned) - len(_unfinished(planned))), source if shared else None
             if not _run_to_end(group, partial(resume_together, [run.folder for run in group], watches, given)):
                 return False
-        maximum = sys.maxsize
+        maximum, searches = sys.maxsize, dict[Path, StepSizeSearch]()
         while waiting := _unfinished(planned):
             if source is None and same_data(waiting[0].case):
                 source = load_data(plan.base.data)
             done = len(planned) - len(waiting)
             try:
-                if not _run_group(waiting, maximum, source, announce, done):
+                if not _run_group(waiting, maximum, source, searches, announce, done):
                     return False
             except TooManyError as error:
                 maximum = error.runs // 2
@@ -81,14 +86,23 @@ class TooManyError(Exception):
         self.runs = runs
 
 
-def _run_group(waiting: Sequence[Planned], maximum: int, source: Source | None, announce: Announce, done: int) -> bool:
+def _run_group(
+    waiting: Sequence[Planned],
+    maximum: int,
+    source: Source | None,
+    searches: dict[Path, StepSizeSearch],
+    announce: Announce,
+    done: int,
+) -> bool:
     """Run the first waiting run and those that can run beside it; False if a stop was requested before the end."""
     first = waiting[0]
+    alike = [run for run in waiting if _program(run) == _program(first)]
+    searches.update(_searched([run for run in alike if run.folder not in searches], maximum, source))
     group, experiments = list[Planned](), list[Experiment]()
-    for run in waiting:
+    for run in alike:
         if len(group) == maximum:
             break
-        if _program(run) == _program(first) and (experiment := _built(run, source, experiments)):
+        if experiment := _built(run, source, experiments, searches.get(run.folder)):
             if not group:
                 maximum = min(maximum, runs_that_fit(experiment.setup), first.config.run.together or maximum)
             group.append(run)
@@ -107,10 +121,28 @@ def _run_group(waiting: Sequence[Planned], maximum: int, source: Source | None, 
     raise TooManyError(len(group))
 
 
-def _built(run: Planned, source: Source | None, beside: Sequence[Experiment]) -> Experiment | None:
+def _searched(alike: Sequence[Planned], maximum: int, source: Source | None) -> dict[Path, StepSizeSearch]:
+    """Search the step sizes of the runs that go side by side, side by side as well, where the config asks for it."""
+    together = min(maximum, alike[0].config.run.together or maximum) if alike else 0
+    runs = [run for run in alike[:together] if run.config.algorithm.eta == SEARCH]
+    if len(runs) < 2:
+        return {}
+    loaded: list[Loaded] = []
+    for run in runs:
+        loaded.append(load_run(run.config, source if same_data(run.case) else None, loaded))
+    try:
+        found = search_step_sizes(loaded)
+    except torch.OutOfMemoryError:
+        raise TooManyError(len(runs)) from None
+    return {run.folder: search for run, search in zip(runs, found, strict=True)}
+
+
+def _built(
+    run: Planned, source: Source | None, beside: Sequence[Experiment], search: StepSizeSearch | None
+) -> Experiment | None:
     """Build one run of a group; one that is refused is marked as failed, and the others go on without it."""
     try:
-        return build(run.config, source if same_data(run.case) else None, beside)
+        return build(run.config, source if same_data(run.case) else None, beside, search)
     except RefusedError as error:
         run_folders.mark_refused(run.folder, run.config, f"refused: {error}")
         return None

@@ -32,12 +32,17 @@ def simulate(setup: Setup, start: State | None = None) -> Iterator[State]:
 
 
 def simulate_together(
-    setups: Sequence[Setup], start: Sequence[State] | None = None, *, on_ranks: bool = True
+    setups: Sequence[Setup],
+    start: Sequence[State] | None = None,
+    *,
+    on_ranks: bool = True,
+    stop_when_not_finite: bool = True,
 ) -> Iterator[list[State]]:
     """Many runs at once, in step; those of one network (see `prepare`) share what computes them.
 
     Yields the states of all runs at the start (unless given) and after every round. A run that has had all its rounds
     keeps its last state. Without `on_ranks` this process computes alone, also where torchrun has started others.
+    Without `stop_when_not_finite` a run that diverges does not stop the others: see `State.finite_check`.
     """
     if len(setups) > 1 and any(setup.data.supply is not None for setup in setups):
         raise InputError("samples made on demand: such runs go one after another; simulate each alone")
@@ -55,8 +60,9 @@ def simulate_together(
             for i, state in enumerate(states):
                 if state.round < state.setup.terms.total_rounds:
                     states[i], plans[i] = draw_round(state)
-            states = next_states(states, plans, data, first_rows, run)
-            if all(state.round == state.setup.terms.total_rounds for state in states):
+            states = next_states(states, plans, data, first_rows, run, stop_when_not_finite=stop_when_not_finite)
+            ended = all(state.round == state.setup.terms.total_rounds for state in states)
+            if ended and stop_when_not_finite:
                 raise_if_not_finite(states)
             yield states
 
@@ -152,6 +158,8 @@ def next_states(
     first_rows: Sequence[int],
     run: LocalRounds,
     probes: Sequence[Sequence[Probe] | None] | None = None,
+    *,
+    stop_when_not_finite: bool = True,
 ) -> list[State]:
     """One round of every run that has a plan."""
     states = [
@@ -161,7 +169,8 @@ def next_states(
         _request(state, plan or (), first) for state, plan, first in zip(states, plans, first_rows, strict=False)
     ]
     all_finished = [_as_sent(states[finished.run], finished) for finished in run(requests, data)]
-    raise_if_not_finite(states)  # the round before is done by now; what is not finite in this one is found in the next
+    if stop_when_not_finite:  # the round before is done by now; what is not finite in this one is found in the next
+        raise_if_not_finite(states)
     states, counting, arrived = _arrivals(states, plans, requests, all_finished)
     totals = _totals(states, counting, arrived)
     after = []
@@ -176,7 +185,7 @@ def next_states(
         if total is not None:
             after[i] = replied(after[i], request)
     after = _with_finite_checks(after, plans, all_finished)
-    if not data.targets.is_cuda:
+    if stop_when_not_finite and not data.targets.is_cuda:
         raise_if_not_finite(after)
     return after
 

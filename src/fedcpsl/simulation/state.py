@@ -27,11 +27,15 @@ class FiniteCheck(NamedTuple):
     known: Any  # an event to wait for, or None
     errors: list[str]  # what to say of each
 
-    def raise_if_not_finite(self, run: int) -> None:
-        """Raise RunError if something is not finite."""
+    @property
+    def holds(self) -> bool:
         if self.known is not None:
             self.known.synchronize()
-        if not self.finite.all():
+        return bool(self.finite.all())
+
+    def raise_if_not_finite(self, run: int) -> None:
+        """Raise RunError if something is not finite."""
+        if not self.holds:
             error = RunError(self.errors[self.finite.tolist().index(False)])
             error.run = run
             raise error
