@@ -209,10 +209,10 @@ def _short_runs(setups: Sequence[Setup]) -> list[tuple[float, int]]:
         slots = slots_that_fit(setups)
         setups = [setup._replace(machine=setup.machine._replace(slots=slots)) for setup in setups]
     checks: list[list[FiniteCheck | None]] = []
-    for states in simulate_together(setups, on_ranks=False, stop_when_not_finite=False):
+    for states in simulate_together(setups, on_ranks=False, stopped=()):
         checks.append([state.finite_check for state in states])
     return [
-        (held_out_loss(state) if all(check.holds for check in own if check) else float("inf"), state.steps)
+        (float("inf") if any(check.problem for check in own if check) else held_out_loss(state), state.steps)
         for state, own in zip(states, zip(*checks, strict=True), strict=True)
     ]
 

@@ -37,7 +37,6 @@ from fedcpsl.settings import AUTO, SEARCH, Run
 from fedcpsl.simulation import Setup, State, prepare, simulate_together
 from fedcpsl.simulation.device_data import choose_tested_count
 from fedcpsl.simulation.ranks import world
-from fedcpsl.simulation.rounds import raise_if_not_finite
 from fedcpsl.simulation.setup import choose_eta
 from fedcpsl.simulation.tuning import Layout, fastest, laid_out, slots_that_fit
 from fedcpsl.step_size import SearchJob, StepSizeSearch, search_etas
@@ -58,7 +57,7 @@ class Experiment(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a run ended."""
+    """How a run ended: after all its rounds, or marked as failed in its folder; or because a stop was requested."""
 
     folder: Path
     round: int
@@ -166,9 +165,11 @@ def _layout_of(other: Setup, setup: Setup, run: Run) -> Setup:
 class MetricsWriter:
     """Writes the metrics of a group of runs; one round late on a GPU, so that it computes meanwhile."""
 
-    def __init__(self, folders: Sequence[Path], watches: Sequence[Watch], gaps: bool) -> None:
+    def __init__(
+        self, folders: Sequence[Path], watches: Sequence[Watch], gaps: bool, failures: "Failures | None" = None
+    ) -> None:
         self.latest: list[Evaluation] | None = None
-        self._folders, self._watches, self._gaps = folders, watches, gaps
+        self._folders, self._watches, self._gaps, self._failures = folders, watches, gaps, failures
         self._began = time.monotonic()
         self._spent = [(run_folders.read_metrics(folder) or [{}])[-1].get("seconds", 0.0) for folder in folders]
         self._pending: tuple[Sequence[State], Pending | None] | None = None
@@ -188,15 +189,22 @@ class MetricsWriter:
             return
         (states, pending), self._pending = self._pending, None
         self.latest = pending.read() if pending else self.latest
+        round = max(state.round for state in states)
         for i, state in enumerate(states):
+            problem = None
+            if pending and self.latest:
+                problem = _loss_that_is_not_finite(self.latest[i], state.round)
+                _fail_or_raise(self._failures, i, problem)
+            if self._failures is not None and i in self._failures:
+                self._watches[i](round, None)
+                continue
             if state.edge is not None:
                 append_round(self._folders[i], state)
             metrics = None
             if pending and self.latest:
-                _check_finite(self.latest[i], state.round, i)
                 metrics = self._metrics(state, self.latest[i], self._spent[i])
                 run_folders.append_metrics(self._folders[i], metrics)
-            self._watches[i](state.round, metrics)
+            self._watches[i](round, metrics)
 
     def _metrics(self, state: State, evaluation: Evaluation, spent: float) -> dict[str, Any]:
         gaps = gap(state)._asdict() if self._gaps else None
@@ -204,15 +212,25 @@ class MetricsWriter:
         return evaluation.metrics(state) | {"gaps": gaps, "seconds": seconds}
 
 
-def _check_finite(evaluation: Evaluation, round: int, run: int) -> None:
-    """Raise RunError if a loss is not finite: weights can be finite and too large for any prediction."""
+Failures = dict[int, str]  # the runs of a group that cannot go on, by number, and why
+
+
+def _loss_that_is_not_finite(evaluation: Evaluation, round: int) -> str | None:
+    """What to say of a loss that is not finite: weights can be finite and too large for any prediction."""
     bad = [name for name, value in evaluation.losses.items() if value is not None and not isfinite(value)]
-    if bad:
-        error = RunError(
-            f"the loss {bad[0]} is no longer a finite number after round {round}; use a smaller algorithm.eta"
-        )
+    if not bad:
+        return None
+    return f"the loss {bad[0]} is no longer a finite number after round {round}; use a smaller algorithm.eta"
+
+
+def _fail_or_raise(failures: Failures | None, run: int, problem: str | None) -> None:
+    """Note why a run of a group cannot go on, unless that is known; RunError where there are no others."""
+    if problem and failures is None:
+        error = RunError(problem)
         error.run = run
         raise error
+    if problem and failures is not None:
+        failures.setdefault(run, problem)
 
 
 class GroupMember(NamedTuple):
@@ -317,43 +335,94 @@ def _all_locked(members: Sequence[GroupMember]) -> Iterator[None]:
 
 
 def _run(members: Sequence[GroupMember], from_states: Sequence[State] | None) -> list[Outcome]:
-    """Simulate, evaluate and write, until the end or a stop request. All members have the same rounds."""
+    """Simulate, evaluate and write, until the end or a stop request. All members have the same rounds.
+
+    A run of a group that diverges is marked as failed and goes no further; alone, or on ranks, it raises RunError.
+    """
     setups, config = [member.experiment.setup for member in members], members[0].experiment.config
-    writer = MetricsWriter([member.folder for member in members], [member.watch for member in members], config.run.gaps)
+    failures: Failures | None = {} if len(members) > 1 and world()[1] == 1 else None
+    folders, watches = [member.folder for member in members], [member.watch for member in members]
+    writer = MetricsWriter(folders, watches, config.run.gaps, failures)
     states, saved = from_states, time.monotonic()
     with _stop_requests() as stop_requested:
-        for states in simulate_together(setups, from_states):
-            round = states[0].round
+        for states in _simulated(setups, from_states, failures):
+            round = max(state.round for state in states)
             last = round == setups[0].terms.total_rounds
             writer.record(states, evaluated=round % config.run.evaluate_every == 0 or last)
             stopping = stop_requested()
             if last or stopping or time.monotonic() - saved >= config.run.checkpoint_seconds:
                 writer.flush()
-                raise_if_not_finite(states)
+                _check_all_finite(states, failures)
                 if not last or config.run.keep == "models":
-                    _save_each(members, states, lambda member, state: save_checkpoint(member.folder, state))
+                    _save_each(_going(members, states, failures), lambda m, state: save_checkpoint(m.folder, state))
+                    _mark_failed(members, failures)  # now the others need them no more to be resumed as a group
                 saved = time.monotonic()
             broadcast_continue(not stopping or last)
             if stopping and not last:
                 return [Outcome(member.folder, round, finished=False) for member in members]
     assert states is not None
-    evaluations = writer.latest or [evaluate(state) for state in states]
+    writer.flush()
+    going = _going(members, states, failures)
+    evaluations = {member.folder: latest for member, latest in zip(members, writer.latest or (), strict=False)}
     if config.run.keep == "models":
-        _save_each(members, states, lambda m, state: save_models(m.folder, state, m.experiment.federation.scaling))
-    for member, state, evaluation in zip(members, states, evaluations, strict=True):
+        _save_each(going, lambda m, state: save_models(m.folder, state, m.experiment.federation.scaling))
+    for member, state in going:
         write_devices(member.folder, state)
+        evaluation = evaluations.get(member.folder) or evaluate(state)
         write_tables(member.folder, state, evaluation, member.experiment.federation.class_names)
-        if config.run.keep == "metrics":
+    _mark_failed(members, failures)
+    if config.run.keep == "metrics":
+        for member in members:
             drop_checkpoints(member.folder)
     return [Outcome(member.folder, state.round, finished=True) for member, state in zip(members, states, strict=True)]
 
 
-def _save_each(
-    members: Sequence[GroupMember], states: Sequence[State], save: Callable[[GroupMember, State], None]
-) -> None:
+def _simulated(
+    setups: Sequence[Setup], from_states: Sequence[State] | None, failures: Failures | None
+) -> Iterator[list[State]]:
+    """The states after every round, until all runs are done or have failed.
+
+    On a GPU a round's numbers are looked at while the next one is computed. A run is stopped at a point that depends on
+    its numbers alone and not on when it is saved: what the others are computed beside changes their last bits.
+    """
+    before: Sequence[State] = ()
+    stopped: set[int] | None = None if failures is None else set()
+    for states in simulate_together(setups, from_states, stopped=stopped):
+        known = before if states[0].targets.is_cuda else states
+        if failures is not None and stopped is not None:
+            _check_all_finite(known, failures)
+            stopped |= {run for run, state in enumerate(known) if _problem(state)}
+        before = states
+        yield states
+
+
+def _problem(state: State) -> str | None:
+    return state.finite_check.problem if state.finite_check else None
+
+
+def _check_all_finite(states: Sequence[State], failures: Failures | None) -> None:
+    """Note which runs of a group diverged; RunError where there is no group."""
+    for run, state in enumerate(states):
+        _fail_or_raise(failures, run, _problem(state))
+
+
+def _going(
+    members: Sequence[GroupMember], states: Sequence[State], failures: Failures | None
+) -> list[tuple[GroupMember, State]]:
+    """The runs that have not failed."""
+    both = zip(members, states, strict=True)
+    return [each for run, each in enumerate(both) if failures is None or run not in failures]
+
+
+def _mark_failed(members: Sequence[GroupMember], failures: Failures | None) -> None:
+    for run, problem in (failures or {}).items():
+        run_folders.mark_failed(members[run].folder, problem)
+
+
+def _save_each(runs: Sequence[tuple[GroupMember, State]], save: Callable[[GroupMember, State], None]) -> None:
     """Call `save` for every run, some in parallel: one computes its checksum while another waits for the disk."""
     with ThreadPoolExecutor(MAX_SAVES) as pool:
-        for _ in pool.map(save, members, states):
+        for _ in pool.map(save, *zip(*runs, strict=True)) if runs else ():
             pass
 
 

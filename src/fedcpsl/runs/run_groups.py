@@ -51,7 +51,7 @@ Announce = Callable[[Sequence[Planned], int], Sequence[Watch]]  # a group of run
 def run_all(folder: Path, plan: Plan, announce: Announce) -> bool:
     """Start or resume all unfinished runs; False if a stop was requested.
 
-    A run that fails or is refused is marked as failed; the other runs of its group are restarted without it.
+    A run that fails or is refused is marked as failed; the other runs of its group go on without it.
     """
     with locked(folder):
         planned = [_planned(folder, plan, case, seed) for seed in plan.seeds for case in plan.cases]
@@ -153,15 +153,13 @@ def _unfinished(planned: Sequence[Planned]) -> list[Planned]:
 
 
 def _run_to_end(group: Sequence[Planned], run: Callable[[], Sequence[Outcome]]) -> bool:
-    """Run a group; False if a stop was requested before the end."""
+    """Run a group; False if a stop was requested before the end. A run that goes alone may fail with an error."""
     try:
         return all(outcome.finished for outcome in run())
     except RunError as error:
         if error.run is None or world()[1] > 1:
             raise
         run_folders.mark_failed(group[error.run].folder, str(error.__cause__ or error))
-        for other in (each for i, each in enumerate(group) if i != error.run):
-            shutil.rmtree(other.folder)
         return True
 
 

@@ -1,6 +1,6 @@
 """The rounds of a simulation. The caller owns the loop."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -36,13 +36,14 @@ def simulate_together(
     start: Sequence[State] | None = None,
     *,
     on_ranks: bool = True,
-    stop_when_not_finite: bool = True,
+    stopped: Collection[int] | None = None,
 ) -> Iterator[list[State]]:
     """Many runs at once, in step; those of one network (see `prepare`) share what computes them.
 
     Yields the states of all runs at the start (unless given) and after every round. A run that has had all its rounds
     keeps its last state. Without `on_ranks` this process computes alone, also where torchrun has started others.
-    Without `stop_when_not_finite` a run that diverges does not stop the others: see `State.finite_check`.
+    A run that diverges raises RunError. Not so with `stopped`, runs that go no further, by number: the caller looks at
+    `State.finite_check` then, and may add to it while the others go on.
     """
     if len(setups) > 1 and any(setup.data.supply is not None for setup in setups):
         raise InputError("samples made on demand: such runs go one after another; simulate each alone")
@@ -55,16 +56,18 @@ def simulate_together(
     with choose_backend(requests, data, on_ranks=on_ranks) as (devices, data, run):
         pieces = data.targets.split([len(state.targets) for state in states])
         states = [s._replace(devices=d, targets=t) for s, d, t in zip(states, devices, pieces, strict=True)]
-        while any(state.round < state.setup.terms.total_rounds for state in states):
+        while any(going := [_goes_on(state, i, stopped) for i, state in enumerate(states)]):
             plans: list[list[DeviceRound] | None] = [None] * len(states)
-            for i, state in enumerate(states):
-                if state.round < state.setup.terms.total_rounds:
-                    states[i], plans[i] = draw_round(state)
-            states = next_states(states, plans, data, first_rows, run, stop_when_not_finite=stop_when_not_finite)
-            ended = all(state.round == state.setup.terms.total_rounds for state in states)
-            if ended and stop_when_not_finite:
+            for i in np.flatnonzero(going).tolist():
+                states[i], plans[i] = draw_round(states[i])
+            states = next_states(states, plans, data, first_rows, run, may_diverge=stopped is not None)
+            if stopped is None and not any(_goes_on(state, i, stopped) for i, state in enumerate(states)):
                 raise_if_not_finite(states)
             yield states
+
+
+def _goes_on(state: State, number: int, stopped: Collection[int] | None) -> bool:
+    return state.round < state.setup.terms.total_rounds and number not in (stopped or ())
 
 
 def raise_if_not_finite(states: Sequence[State]) -> None:
@@ -159,9 +162,9 @@ def next_states(
     run: LocalRounds,
     probes: Sequence[Sequence[Probe] | None] | None = None,
     *,
-    stop_when_not_finite: bool = True,
+    may_diverge: bool = False,
 ) -> list[State]:
-    """One round of every run that has a plan."""
+    """One round of every run that has a plan; RunError if one diverges, unless it may."""
     states = [
         state if plan is None else load(_admit_joiners(state), plan) for state, plan in zip(states, plans, strict=True)
     ]
@@ -169,7 +172,7 @@ def next_states(
         _request(state, plan or (), first) for state, plan, first in zip(states, plans, first_rows, strict=False)
     ]
     all_finished = [_as_sent(states[finished.run], finished) for finished in run(requests, data)]
-    if stop_when_not_finite:  # the round before is done by now; what is not finite in this one is found in the next
+    if not may_diverge:  # the round before is done by now; what is not finite in this one is found in the next
         raise_if_not_finite(states)
     states, counting, arrived = _arrivals(states, plans, requests, all_finished)
     totals = _totals(states, counting, arrived)
@@ -185,7 +188,7 @@ def next_states(
         if total is not None:
             after[i] = replied(after[i], request)
     after = _with_finite_checks(after, plans, all_finished)
-    if stop_when_not_finite and not data.targets.is_cuda:
+    if not may_diverge and not data.targets.is_cuda:
         raise_if_not_finite(after)
     return after
 

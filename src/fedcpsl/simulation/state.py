@@ -28,15 +28,16 @@ class FiniteCheck(NamedTuple):
     errors: list[str]  # what to say of each
 
     @property
-    def holds(self) -> bool:
+    def problem(self) -> str | None:
+        """What is not finite; None if all is."""
         if self.known is not None:
             self.known.synchronize()
-        return bool(self.finite.all())
+        return None if self.finite.all() else self.errors[self.finite.tolist().index(False)]
 
     def raise_if_not_finite(self, run: int) -> None:
         """Raise RunError if something is not finite."""
-        if not self.holds:
-            error = RunError(self.errors[self.finite.tolist().index(False)])
+        if problem := self.problem:
+            error = RunError(problem)
             error.run = run
             raise error
 
