@@ -12,6 +12,7 @@ from torch.func import functional_call
 from fedcpsl.engine import linear as dense_layers
 from fedcpsl.engine.forward_backward import backward, bind, forward
 from fedcpsl.engine.layer_kinds import walk
+from fedcpsl.engine.precision import Arithmetic
 
 SIZES = st.integers(1, 4)
 
@@ -103,3 +104,21 @@ def test_only_what_learns_on_a_cpu_in_full_precision_is_taken_together():
     assert [part.dense is None for part in bind(layers, parameters)] == [True] * len(layers)
     learning = bind(layers, parameters, {name: torch.zeros_like(t) for name, t in parameters.items()})
     assert [part.dense is None for part in learning] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("rows", [0, 3])
+def test_a_single_layer_as_a_gpu_computes_it_also_without_rows(rows, shared):
+    """A device without labelled samples has minibatches of no rows."""
+    torch.manual_seed(rows)
+    weight, bias = torch.randn(2, 2, 4, 3).double(), torch.randn(2, 2, 4).double()
+    into = {"weight": torch.zeros_like(weight), "bias": torch.zeros_like(bias)}
+    x, gradient = torch.randn(2, 1 if shared else 2, rows, 3).double(), torch.randn(2, 2, rows, 4).double()
+    own = dense_layers.matrices_of({"weight": weight, "bias": bias})
+    y, pull = dense_layers.linear(x, own, dense_layers.totals_of(into), Arithmetic())
+    x_gradient = pull(gradient, True)
+    assert torch.allclose(y, x @ weight.mT + bias[:, :, None], rtol=0, atol=1e-12)
+    whole = gradient @ weight
+    assert torch.allclose(x_gradient, whole.sum(1, keepdim=True) if shared else whole, rtol=0, atol=1e-12)
+    assert torch.allclose(into["weight"], gradient.mT @ x.expand(2, 2, rows, 3), rtol=0, atol=1e-12)
+    assert torch.allclose(into["bias"], gradient.sum(2), rtol=0, atol=1e-12)

@@ -1,6 +1,6 @@
 """How good the models are: per device and over all, for the personal, the global and the localized model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from math import ceil
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from fedcpsl.edge.state import metrics_of
 from fedcpsl.simulation import State
 from fedcpsl.simulation.device_data import Held
 from fedcpsl.simulation.store import device_rows, to_device
-from fedcpsl.trees import Tree, map_tensors
+from fedcpsl.trees import Tree, map_tensors, rebuilt
 
 ROWS_AT_ONCE = 16384
 ROWS_SIDE_BY_SIDE = 32768  # of models; not by what memory is free: a run must always be cut the same way
@@ -218,14 +218,18 @@ def predict(state: State, held: Held, earlier: Predictions | None = None, model:
 
 def own_models(state: State, devices: Sequence[int], general: Tensor | None, method: Method | None = None) -> Tensor:
     """The models of some devices' own, [devices, parameters], where the algorithm has such models."""
-    terms, where = state.setup.terms, state.targets.device
+    terms = state.setup.terms
     method, adapted = method or terms.method_after(state.round), optional(terms.algorithm, "adapted")
     if adapted:
         samples = state.setup.data.labelled_samples
         return torch.stack([adapted(method, state.hyper(i), general, samples(i)) for i in devices])
-    index = to_device(np.array(devices, np.int64), where)
+    index = to_device(np.array(devices, np.int64), state.targets.device)
     hyper = map_tensors(lambda t: t[index], terms.hyper)
-    found = terms.algorithm.own_model(method, hyper, _kept(state, devices, index), general)
+    return _own_model(state, method, hyper, _kept(state, devices, index), general)
+
+
+def _own_model(state: State, method: Method, hyper: Tree, kept: Tree, general: Tensor | None) -> Tensor:
+    found = state.setup.terms.algorithm.own_model(method, hyper, kept, general)
     assert found is not None
     return found
 
@@ -382,16 +386,33 @@ def _with_new_localized(states: Sequence[State], earlier: Sequence[Predictions])
             x = tests[same].x.new_zeros(len(some), most, *tests[same].x.shape[1:])
             for place, (run, _), own in zip(x, some, rows, strict=True):
                 place[: own.stop - own.start] = tests[run].x[own]
-            models = [
-                own_models(states[r], [i for _, i in own], _general_models([states[r]])[0])
-                for r, own in groupby(some, key=lambda each: each[0])
-            ]
-            log_h = network.log_probabilities(torch.cat(models), x)
+            log_h = network.log_probabilities(_own_models_of_runs(states, some), x)
             for each, (run, _), own in zip(log_h, some, rows, strict=True):
                 localized = earlier[run].localized
                 assert localized is not None
                 localized[own] = each[: own.stop - own.start]
     return [made._replace(made_by=versions_of(state)) for state, made in zip(states, earlier, strict=True)]
+
+
+def _own_models_of_runs(states: Sequence[State], which: Sequence[tuple[int, int]]) -> Tensor:
+    """The models of some runs' devices, given as pairs in the order of runs, [pairs, parameters]."""
+    by_run = [(states[run], [i for _, i in own]) for run, own in groupby(which, key=lambda pair: pair[0])]
+    models = []
+    for (state, own), (index, hyper) in zip(by_run, _on_device(by_run), strict=True):
+        method = state.setup.terms.method_after(state.round)
+        models.append(_own_model(state, method, hyper, _kept(state, own, index), _general_models([state])[0]))
+    return torch.cat(models)
+
+
+def _on_device(by_run: Sequence[tuple[State, Sequence[int]]]) -> Iterator[tuple[Tensor, Tree]]:
+    """Some devices of every run as an index, and their numbers, [devices, ...]; those of all runs are sent at once."""
+    where, dtype = by_run[0][0].targets.device, by_run[0][0].setup.data.dtype
+    tables = [state.setup.terms.numbers[:, own] for state, own in by_run]
+    index = to_device(np.concatenate([own for _, own in by_run]), where).split([len(own) for _, own in by_run])
+    numbers = to_device(np.concatenate([table.ravel() for table in tables]), where).to(dtype)
+    pieces = numbers.split([table.size for table in tables])
+    for (state, _), i, table, piece in zip(by_run, index, tables, pieces, strict=True):
+        yield i, rebuilt(state.setup.terms.hyper, piece.view(table.shape).unbind())
 
 
 def _capture(states: Sequence[State], earlier: Sequence[Predictions], methods: list[Method]) -> Captured:

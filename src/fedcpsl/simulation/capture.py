@@ -20,7 +20,7 @@ from fedcpsl.trees import Tree, map_tensors
 from fedcpsl.views import viewed
 
 WASTE = 1.3  # a stretch runs at most this factor more slots than need it
-WARM_UPS = 3  # of a step, before it is captured: libraries choose their algorithms then
+WARM_UPS = 3  # before the first capture of a program: libraries start and choose their algorithms then
 BY_STEP = ("rows", "inputs", "keys", "view_keys", "which")  # fields of a plan with steps first, then slots
 IN_A_ROW = 8  # steps of a longer graph: they gather their samples at once and share what depends on no step
 
@@ -48,7 +48,8 @@ def captured_steps() -> LocalSteps:
     """What takes local steps by replaying graphs, with the stages that it has made so far, one for each program."""
     stages: dict[Any, Stage] = {}
     refused: dict[Any, str] = {}
-    memory = torch.cuda.graph_pool_handle()  # one for all graphs: no two replay at a time
+    # one stream and one pool of memory for all graphs: no two replay at a time
+    beside, memory = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
 
     def take(program: Program, hyper: Tree, local: Tree, batches: BatchPlan, counts: Sequence[int]) -> Tree:
         if program.key in refused or batches.partner is not None:
@@ -58,7 +59,7 @@ def captured_steps() -> LocalSteps:
             stage = stages[program.key] = _room_for(local, hyper, batches, stage)
         try:
             for size in sorted({size for size, _ in _replays(stage, counts)} - set(stage.graphs)):
-                stage.graphs[size] = _capture(program, stage, *size, memory)
+                stage.graphs[size] = _capture(program, stage, *size, beside, memory)
         except RuntimeError as error:
             refused[program.key] = str(error).splitlines()[0]
             logging.getLogger("fedcpsl").warning(
@@ -162,8 +163,12 @@ def _fill_batches(room: BatchPlan, batches: BatchPlan) -> None:
         _fill_batches(room.extra[name], more)
 
 
-def _capture(program: Program, stage: Stage, width: int, steps: int, memory: Any) -> Any:
-    """Some steps of the first `width` slots as a graph; it leaves the stage in disorder."""
+def _capture(program: Program, stage: Stage, width: int, steps: int, beside: Any, memory: Any) -> Any:
+    """Some steps of the first `width` slots as a graph; it leaves the stage in disorder.
+
+    Caches are emptied only where memory is short: `torch.cuda.graph` would do it each time, and what is freed must be
+    allocated again.
+    """
 
     def take_steps() -> None:
         # new objects, so that whatever depends on them is computed inside the graph and not cached from before
@@ -176,17 +181,23 @@ def _capture(program: Program, stage: Stage, width: int, steps: int, memory: Any
         map_tensors(_copy_back, begun, local)
         stage.step.add_(steps)
 
-    beside = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):
-        for _ in range(WARM_UPS):
+        for _ in range(1 if stage.graphs else WARM_UPS):  # kernels for these shapes are compiled and loaded
             stage.step.zero_()
             take_steps()
+        stage.step.zero_()
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        if free < total / 2:
+            torch.cuda.empty_cache()
+        graph.capture_begin(pool=memory)
+        try:
+            take_steps()
+        finally:
+            graph.capture_end()
     torch.cuda.current_stream().wait_stream(beside)
-    stage.step.zero_()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=memory):
-        take_steps()
     return graph
 
 
