@@ -175,14 +175,17 @@ def test_what_is_printable():
     assert printable("x" * 50, 10) == "x" * 10
 
 
+@pytest.mark.parametrize("algorithm", ["fedcpsl", "fedcpsl2"])
 @pytest.mark.parametrize("kind", ["run", "comparison"])
-def test_showing_needs_no_pytorch(kind, base, tmp_path):
+def test_showing_needs_no_pytorch(kind, algorithm, base, tmp_path):
     """It takes seconds to import, and a finished run is a few small files."""
-    folder = base
+    folder, quick = base, [*QUICK[:6], "--eta", "0.05"]
     if kind == "comparison":
         folder = tmp_path / "c"
-        compare = ["compare", "--algorithms", "fedcpsl", "--seeds", "1", *QUICK[:6], "--out", str(folder)]
-        assert run_command(compare) == 0
+        assert run_command(["compare", "--algorithms", algorithm, "--seeds", "1", *quick, "--out", str(folder)]) == 0
+    elif algorithm != "fedcpsl":
+        folder = tmp_path / "r"
+        assert run_command(["run", "--algorithm", algorithm, *quick, "--out", str(folder)]) == 0
     for words in ([], ["--json"]):
         script = "import sys; from fedcpsl.cli import run_command; code = run_command(sys.argv[1:]); "
         script += "print('torch' in sys.modules, file=sys.stderr); sys.exit(code)"

@@ -1,7 +1,7 @@
 """A run's config: the sections of settings, read from TOML and the command line, checked, and written back."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, asdict, dataclass, field, fields, replace
+from dataclasses import Field, asdict, dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -133,12 +133,16 @@ def _for_algorithm(settings: Any, name: Any) -> Any:
 
 def read_config(path: Path) -> dict[str, Any]:
     """The `section.key` values of a TOML file."""
-    import tomllib
-
     if path.name.endswith((".csv", ".csv.gz", ".tsv", ".parquet", ".npz")):
         raise InputError(f"{path}: not a config file (TOML); if it is your data, give --data {path}")
+    return flat_settings(_document(path), str(path))
+
+
+def _document(path: Path) -> dict[str, Any]:
+    import tomllib
+
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path}: no such config file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -147,7 +151,21 @@ def read_config(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: not valid TOML: {error}") from error
     except RecursionError:
         raise InputError(f"{path}: not valid TOML: its lists or tables are nested too deeply") from None
-    return flat_settings(document, str(path))
+
+
+def read_own_config(path: Path) -> Config:
+    """A config as fedcpsl wrote it, to be shown: PyTorch, which algorithms import, is not needed to read it.
+
+    The settings of an algorithm outside the family are taken as they stand there.
+    """
+    document = _document(path)
+    algorithm = document.get("algorithm", {})
+    if algorithm.get("name", UNNAMED_ALGORITHM) in FAMILY:
+        return with_settings(Config(), flat_settings(document, str(path)))
+    others = flat_settings(
+        {section: values for section, values in document.items() if section != "algorithm"}, str(path)
+    )
+    return replace(with_settings(Config(), others), algorithm=make_dataclass("Settings", algorithm)(**algorithm))
 
 
 def flat_settings(document: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from fedcpsl.report.loaded_runs import LoadedRun, RunSet
-from fedcpsl.runs.folder import read_device_table, read_manifest, read_run_config
+from fedcpsl.runs.folder import read_config_to_show, read_device_table, read_manifest
 from fedcpsl.runs.split_summary import read_split_summary
 
 LEVEL = 0.975  # of a two-sided interval of 95 %
@@ -152,7 +152,7 @@ def verdicts(folder: Path) -> list[str]:
     if path.exists():
         pairs = _pairs_with_alone(devices, read_device_table(path))
         config = folder / "alone" / "config.toml"
-        name = f" ({read_run_config(config.parent).algorithm.name})" if config.exists() else ""
+        name = f" ({read_config_to_show(config.parent).algorithm.name})" if config.exists() else ""
         found.append(verdict("the personal models", f"devices trained alone{name}", [pairs], TRAIN_ALONE))
     return [text for text in found if text]
 

@@ -15,6 +15,7 @@ from fedcpsl.config import (
     algorithm_settings,
     other_algorithm_settings,
     read_config,
+    read_own_config,
     setting,
     to_toml,
     with_settings,
@@ -198,6 +199,18 @@ def is_comparison(folder: Path) -> bool:
 
 def read_plan(folder: Path) -> Plan:
     """Read the plan that `create` wrote."""
+    plan, _ = _read_plan(folder)
+    return plan._replace(base=with_settings(Config(), read_config(folder / "config.toml")))
+
+
+def read_plan_to_show(folder: Path) -> Plan:
+    """Read the same, without PyTorch where its config is certainly what fedcpsl wrote."""
+    plan, own = _read_plan(folder)
+    return plan._replace(base=read_own_config(folder / "config.toml")) if own else read_plan(folder)
+
+
+def _read_plan(folder: Path) -> tuple[Plan, bool]:
+    """Read a plan but for its base config, and whether a checksum says that this is the one it was made with."""
     if not is_comparison(folder):
         raise InputError(
             f"{folder}: not a comparison's folder (it has no {PLAN}); give one that `fedcpsl compare` made"
@@ -211,10 +224,10 @@ def read_plan(folder: Path) -> Plan:
         raise InputError(f"{folder / PLAN}: cannot be read ({error}); was it changed by hand?") from error
     if digest not in (None, sha256_of(to_json(content))):
         raise InputError(f"{folder / PLAN}: damaged or changed by hand (its checksum does not match): restore it")
-    base = with_settings(Config(), read_config(folder / "config.toml"))
-    if content.get("config_sha256") not in (None, sha256_of((folder / "config.toml").read_bytes())):
-        raise InputError(f"{folder / 'config.toml'}: is not the config that this was started with: restore it")
-    return plan._replace(base=base)
+    expected, path = content.get("config_sha256"), folder / "config.toml"
+    if expected is not None and path.is_file() and expected != sha256_of(path.read_bytes()):
+        raise InputError(f"{path}: is not the config that this was started with: restore it")
+    return plan, expected is not None
 
 
 def run_folder(folder: Path, case: Case, seed: int) -> Path:
@@ -231,7 +244,7 @@ def same_data(case: Case) -> bool:
 
 def summarise(folder: Path) -> dict[str, Any]:
     """Return the comparison's table as one object, from the metrics of its runs."""
-    plan = read_plan(folder)
+    plan = read_plan_to_show(folder)
     finals: dict[str, list[dict[str, Any]]] = {}
     for case in plan.cases:
         found = [run_folder(folder, case, seed) for seed in plan.seeds]
@@ -275,7 +288,7 @@ SUMMARISED = ("personal", "worst_tenth", "global", "localized", "validation", "u
 def final_row(run: Path, reach: Sequence[float]) -> dict[str, Any]:
     """Return one run's row: its last metrics, and when it first reached some accuracies."""
     if run_folders.failure(run):
-        return no_row(run, run_folders.read_run_config(run).run.seed, reach) | {"failed": run_folders.failure(run)}
+        return no_row(run, run_folders.read_config_to_show(run).run.seed, reach) | {"failed": run_folders.failure(run)}
     final, metrics = run_folders.final_metrics(run), run_folders.read_metrics(run)
     first = [next((m for m in metrics if (m["personal"]["mean"] or 0) >= target), None) for target in reach]
     return {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcpsl.config import Config, read_config, sections_of, to_toml, with_settings
+from fedcpsl.config import Config, read_config, read_own_config, sections_of, to_toml, with_settings
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.storage import MAX_DIGITS, append_line, new_folder, parse_json, read_json, sha256_of, to_json, write_whole
 from fedcpsl.torchrun import way_on
@@ -75,20 +75,30 @@ def read_run_config(folder: Path) -> Config:
         )
     if not (folder / "config.toml").is_file():
         raise InputError(f"{folder}: not a run's folder (it has no config.toml); give one that `fedcpsl run` made")
-    _check_config(folder)
+    _is_own_config(folder)
     return with_settings(Config(), read_config(folder / "config.toml"))
 
 
-def _check_config(folder: Path) -> None:
-    """Raise InputError if the config is not the one that the run was started with; older folders have no checksum."""
+def read_config_to_show(folder: Path) -> Config:
+    """Return the same, without PyTorch where the config is certainly what fedcpsl wrote."""
+    own = (folder / "config.toml").is_file() and _is_own_config(folder)
+    return read_own_config(folder / "config.toml") if own else read_run_config(folder)
+
+
+def _is_own_config(folder: Path) -> bool:
+    """Return whether a checksum says that this is the config that the run was started with; InputError if it is not.
+
+    Older folders have no checksum.
+    """
     if not (folder / "manifest.json").exists():
-        return
+        return False
     expected = read_manifest(folder).get("config_sha256")
     if expected not in (None, sha256_of((folder / "config.toml").read_bytes())):
         raise InputError(
             f"{folder / 'config.toml'}: is not the config that the run was started with (its checksum is not that in "
             "manifest.json): restore it, or start another run with it"
         )
+    return expected is not None
 
 
 def is_finished(folder: Path) -> bool:
@@ -197,7 +207,7 @@ def _check_complete(folder: Path, metrics: list[Metrics]) -> None:
     """Raise InputError if the metrics of a finished run lack a round."""
     if not is_finished(folder) or "adapted_from" in read_manifest(folder):  # an adapted run has its last round only
         return
-    config = read_run_config(folder)
+    config = read_config_to_show(folder)
     last, every = config.work.rounds + config.work.personal_rounds, config.run.evaluate_every
     found = [line["round"] for line in metrics]
     expected = sorted({*range(0, last + 1, every), last})
@@ -237,7 +247,7 @@ def keep_metrics_until(folder: Path, round: int) -> list[Metrics]:
 
 def final_metrics(folder: Path) -> Metrics:
     """Return a run's last metrics as one object, with its settings."""
-    config, metrics = read_run_config(folder), read_metrics(folder)
+    config, metrics = read_config_to_show(folder), read_metrics(folder)
     if not metrics:
         raise InputError(f"{folder}: has no metrics yet; resume it with `fedcpsl run --resume {folder}`")
     last, manifest = dict(metrics[-1]), read_manifest(folder)
