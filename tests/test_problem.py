@@ -143,6 +143,15 @@ def test_gradient_labels_floor_the_logarithm():
     assert nu[0].tolist() == pytest.approx([1 - shift, shift])
 
 
+def test_the_projection_of_what_cannot_be_projected():
+    """Losses of a run that diverges: not finite, or so large that rounding leaves no support."""
+    assert torch.isnan(project_to_simplex(torch.tensor([torch.nan, 1.0, 2.0]))).any()
+    for v in ([1e8, 3e7, 1.0], [1e9, 1e9, 1e9]):
+        p = project_to_simplex(torch.tensor(v))
+        assert p.shape == (3,)
+        assert (p >= 0).all()
+
+
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=8))
 def test_projection_gives_the_nearest_probability_vector(values):
     v = number(values)

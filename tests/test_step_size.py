@@ -20,6 +20,7 @@ from fedcpsl.step_size import (
     SearchJob,
     StepSizeSearch,
     chosen_eta,
+    is_larger_worth_trying,
     labels_held_back,
     search_eta,
     search_etas,
@@ -39,6 +40,16 @@ def federation(devices=6, labelled=0.5):
 def model():
     torch.manual_seed(0)
     return torch.nn.Linear(5, 3)
+
+
+def tried(found):
+    """The candidates that a search has tried: up to the first that diverges or is much worse than the best."""
+    so_far = {}
+    for eta in CANDIDATES:
+        so_far[eta] = found.losses[eta]
+        if not is_larger_worth_trying(so_far, eta):
+            break
+    return list(so_far)
 
 
 class Steep(torch.nn.Module):
@@ -70,6 +81,16 @@ def test_some_labels_are_held_back_and_tests_are_not_looked_at():
     assert not np.array_equal(labels_held_back(whole, 1).role, held.role)
 
 
+def test_windows_keep_their_recordings():
+    rng = np.random.default_rng(0)
+    y, device = rng.integers(0, 2, 60), np.arange(60) // 30
+    x = np.arange(60.0)[:, None] + np.zeros((1, 3))
+    whole = Federation.from_arrays(x, y, device, labelled=0.5, recording=np.arange(60) // 10)
+    held = labels_held_back(whole, 0)
+    assert np.array_equal(held.recording, held.x[:, 0] // 10)
+    assert [sum(own) for own in held.recordings] == held.counts[:, UNLABELLED].tolist()
+
+
 def test_a_device_keeps_its_last_label():
     rng = np.random.default_rng(0)
     y = np.where(np.arange(40) % 2, -1, 0)
@@ -96,15 +117,15 @@ def test_without_labels_to_hold_back():
 def test_it_chooses_what_learns_and_leaves_out_what_diverges():
     found = search_eta(federation(), model(), fedcpsl2.Settings(), WORK, RUN)
     assert found.eta in CANDIDATES
-    tried = [eta for eta in CANDIDATES if found.losses[eta] < float("inf")]
-    tried += CANDIDATES[len(tried) : len(tried) + 1]  # one that diverged costs as many steps
-    assert found.steps in {count * found.rounds * 2 * 4 for count in (len(tried) - 1, len(tried))}
+    assert found.steps == len(tried(found)) * found.rounds * 2 * 4
     assert found.rounds == 20  # visits are short: as many rounds as the run has
     again = search_eta(federation(), model(), fedcpsl2.Settings(), WORK, RUN)
     assert (again.eta, again.losses) == (found.eta, found.losses)
 
     steep = search_eta(federation(), Steep(), fedcpsl2.Settings(), WORK, RUN)
     assert steep.losses[max(CANDIDATES)] == float("inf")
+    assert steep.losses[tried(steep)[-1]] == float("inf")  # it diverged, and took as many steps as the others
+    assert steep.steps == len(tried(steep)) * steep.rounds * 2 * 4
     assert steep.summary["losses"][f"{max(CANDIDATES):g}"] is None
 
 
@@ -129,7 +150,7 @@ def test_searches_side_by_side_find_what_each_finds_alone():
         alone = search_eta(*job)
         assert (found.eta, found.rounds, found.steps) == (alone.eta, alone.rounds, alone.steps)
         assert found.losses == pytest.approx(alone.losses, abs=1e-10)
-    assert any(loss == float("inf") for loss in together[0].losses.values())
+    assert together[0].losses[tried(together[0])[-1]] == float("inf")
     assert not together[2].losses
 
 

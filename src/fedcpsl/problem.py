@@ -222,6 +222,6 @@ def project_to_simplex(v: Tensor) -> Tensor:
     ordered = v.sort(-1, descending=True).values
     excess = ordered.cumsum(-1) - 1
     ranks = torch.arange(1, v.shape[-1] + 1, device=v.device, dtype=v.dtype)
-    support = (ordered - excess / ranks > 0).sum(-1, keepdim=True)
+    support = (ordered - excess / ranks > 0).sum(-1, keepdim=True).clamp_min(1)  # 0 by rounding, or of NaN
     tau = excess.gather(-1, support - 1) / support
     return (v - tau).clamp_min(0)

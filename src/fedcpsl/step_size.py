@@ -35,7 +35,7 @@ DEVICES = 20  # that take part in a search: the first ones
 FEWEST_ROUNDS = 5
 STEPS = 600  # of a candidate, where more rounds are needed for so many
 HELD_BACK = 5  # one of so many labels
-NUMBER_BYTES = 4  # of an input, as a network is given it
+COPIES = 3  # of a search's samples: as they are, as numbers, and joined with those of others
 
 
 class NothingToHoldBackError(InputError):
@@ -130,15 +130,21 @@ def search_eta(
 
 def search_etas(jobs: Sequence[SearchJob]) -> list[StepSizeSearch]:
     """Search the step sizes of runs that can be simulated together: a candidate's short runs are one program."""
-    most = _jobs_at_a_time(jobs)
+    most = _jobs_at_a_time(jobs) if jobs else 1
     pieces = [jobs[first : first + most] for first in range(0, len(jobs), most)]
     return [found for piece in pieces for found in _search_side_by_side(piece)]
 
 
 def _jobs_at_a_time(jobs: Sequence[SearchJob]) -> int:
-    """How many searches memory has room for: each has a copy of its samples."""
-    sizes = [job.federation.x.size if isinstance(job.federation, Federation) else sys.maxsize for job in jobs]
-    return max(1, int(SHARE * free_bytes(choose_device(jobs[0].run.device)) / (NUMBER_BYTES * max(sizes))))
+    """How many searches memory has room for."""
+    most = max(
+        job.federation.x.size // job.federation.devices * min(DEVICES, job.federation.devices)
+        if isinstance(job.federation, Federation)
+        else sys.maxsize
+        for job in jobs
+    )
+    needed = COPIES * most * (8 if any(job.run.dtype == "float64" for job in jobs) else 4)
+    return max(1, int(SHARE * free_bytes(choose_device(jobs[0].run.device)) / needed))
 
 
 def _search_side_by_side(jobs: Sequence[SearchJob]) -> list[StepSizeSearch]:
@@ -209,7 +215,7 @@ def _short_runs(setups: Sequence[Setup]) -> list[tuple[float, int]]:
         slots = slots_that_fit(setups)
         setups = [setup._replace(machine=setup.machine._replace(slots=slots)) for setup in setups]
     checks: list[list[FiniteCheck | None]] = []
-    for states in simulate_together(setups, on_ranks=False, stopped=()):
+    for states in simulate_together(setups, on_ranks=False, may_diverge=True):
         checks.append([state.finite_check for state in states])
     return [
         (float("inf") if any(check.problem for check in own if check) else held_out_loss(state), state.steps)
@@ -293,6 +299,7 @@ def labels_held_back(federation: Federation | OnDemand, seed: int) -> Federation
         device=device[kept],
         role=role[kept],
         names=whole.names[: len(chosen)],
+        recording=None if whole.recording is None else whole.recording[kept],
     )
 
 

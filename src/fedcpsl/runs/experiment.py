@@ -38,6 +38,7 @@ from fedcpsl.simulation import Setup, State, prepare, simulate_together
 from fedcpsl.simulation.device_data import choose_tested_count
 from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.setup import choose_eta
+from fedcpsl.simulation.state import FiniteCheck
 from fedcpsl.simulation.tuning import Layout, fastest, laid_out, slots_that_fit
 from fedcpsl.step_size import SearchJob, StepSizeSearch, search_etas
 from fedcpsl.storage import locked, read_numbers
@@ -162,16 +163,35 @@ def _layout_of(other: Setup, setup: Setup, run: Run) -> Setup:
     )
 
 
+class Failures:
+    """Which runs of a group diverged, by number, and why; each is marked in its folder. A run alone raises RunError."""
+
+    def __init__(self, folders: Sequence[Path], *, alone: bool) -> None:
+        self.folders, self.alone = folders, alone
+        marked = enumerate([] if alone else map(run_folders.failure, folders))  # before the group was resumed
+        self.reasons = {run: reason for run, reason in marked if reason is not None}
+
+    def note(self, problems: Sequence[str | None]) -> None:
+        """Note what is wrong with each run, if anything is and nothing was before."""
+        for run, problem in enumerate(problems):
+            if problem is None or run in self.reasons:
+                continue
+            if self.alone:
+                error = RunError(problem)
+                error.run = run
+                raise error
+            self.reasons[run] = problem
+            run_folders.mark_failed(self.folders[run], problem)
+
+
 class MetricsWriter:
     """Writes the metrics of a group of runs; one round late on a GPU, so that it computes meanwhile."""
 
-    def __init__(
-        self, folders: Sequence[Path], watches: Sequence[Watch], gaps: bool, failures: "Failures | None" = None
-    ) -> None:
+    def __init__(self, watches: Sequence[Watch], gaps: bool, failures: Failures) -> None:
         self.latest: list[Evaluation] | None = None
-        self._folders, self._watches, self._gaps, self._failures = folders, watches, gaps, failures
+        self._folders, self._watches, self._gaps, self._failures = failures.folders, watches, gaps, failures
         self._began = time.monotonic()
-        self._spent = [(run_folders.read_metrics(folder) or [{}])[-1].get("seconds", 0.0) for folder in folders]
+        self._spent = [(run_folders.read_metrics(f) or [{}])[-1].get("seconds", 0.0) for f in self._folders]
         self._pending: tuple[Sequence[State], Pending | None] | None = None
         self._examine = examiner()
 
@@ -188,23 +208,18 @@ class MetricsWriter:
         if self._pending is None:
             return
         (states, pending), self._pending = self._pending, None
-        self.latest = pending.read() if pending else self.latest
-        round = max(state.round for state in states)
+        if pending:
+            self.latest = pending.read()
+            evaluated = zip(self.latest, states, strict=True)
+            self._failures.note([_loss_not_finite(evaluation, state.round) for evaluation, state in evaluated])
         for i, state in enumerate(states):
-            problem = None
-            if pending and self.latest:
-                problem = _loss_that_is_not_finite(self.latest[i], state.round)
-                _fail_or_raise(self._failures, i, problem)
-            if self._failures is not None and i in self._failures:
-                self._watches[i](round, None)
-                continue
-            if state.edge is not None:
+            metrics, goes_on = None, i not in self._failures.reasons
+            if goes_on and state.edge is not None:
                 append_round(self._folders[i], state)
-            metrics = None
-            if pending and self.latest:
+            if goes_on and pending and self.latest:
                 metrics = self._metrics(state, self.latest[i], self._spent[i])
                 run_folders.append_metrics(self._folders[i], metrics)
-            self._watches[i](round, metrics)
+            self._watches[i](state.round, metrics)
 
     def _metrics(self, state: State, evaluation: Evaluation, spent: float) -> dict[str, Any]:
         gaps = gap(state)._asdict() if self._gaps else None
@@ -212,25 +227,12 @@ class MetricsWriter:
         return evaluation.metrics(state) | {"gaps": gaps, "seconds": seconds}
 
 
-Failures = dict[int, str]  # the runs of a group that cannot go on, by number, and why
-
-
-def _loss_that_is_not_finite(evaluation: Evaluation, round: int) -> str | None:
-    """What to say of a loss that is not finite: weights can be finite and too large for any prediction."""
+def _loss_not_finite(evaluation: Evaluation, round: int) -> str | None:
+    """Return what to say of a loss that is not finite: weights can be finite and too large for any prediction."""
     bad = [name for name, value in evaluation.losses.items() if value is not None and not isfinite(value)]
     if not bad:
         return None
     return f"the loss {bad[0]} is no longer a finite number after round {round}; use a smaller algorithm.eta"
-
-
-def _fail_or_raise(failures: Failures | None, run: int, problem: str | None) -> None:
-    """Note why a run of a group cannot go on, unless that is known; RunError where there are no others."""
-    if problem and failures is None:
-        error = RunError(problem)
-        error.run = run
-        raise error
-    if problem and failures is not None:
-        failures.setdefault(run, problem)
 
 
 class GroupMember(NamedTuple):
@@ -337,40 +339,37 @@ def _all_locked(members: Sequence[GroupMember]) -> Iterator[None]:
 def _run(members: Sequence[GroupMember], from_states: Sequence[State] | None) -> list[Outcome]:
     """Simulate, evaluate and write, until the end or a stop request. All members have the same rounds.
 
-    A run of a group that diverges is marked as failed and goes no further; alone, or on ranks, it raises RunError.
+    A run of a group that diverges is marked as failed at once and computed on, since what the others are computed
+    beside changes their last bits; a run that goes alone, or on ranks, raises RunError.
     """
     setups, config = [member.experiment.setup for member in members], members[0].experiment.config
-    failures: Failures | None = {} if len(members) > 1 and world()[1] == 1 else None
-    folders, watches = [member.folder for member in members], [member.watch for member in members]
-    writer = MetricsWriter(folders, watches, config.run.gaps, failures)
+    failures = Failures([member.folder for member in members], alone=len(members) == 1 or world()[1] > 1)
+    writer = MetricsWriter([member.watch for member in members], config.run.gaps, failures)
     states, saved = from_states, time.monotonic()
     with _stop_requests() as stop_requested:
         for states in _simulated(setups, from_states, failures):
-            round = max(state.round for state in states)
+            round = states[0].round
             last = round == setups[0].terms.total_rounds
             writer.record(states, evaluated=round % config.run.evaluate_every == 0 or last)
             stopping = stop_requested()
             if last or stopping or time.monotonic() - saved >= config.run.checkpoint_seconds:
+                failures.note(_problems(states))
                 writer.flush()
-                _check_all_finite(states, failures)
                 if not last or config.run.keep == "models":
-                    _save_each(_going(members, states, failures), lambda m, state: save_checkpoint(m.folder, state))
-                    _mark_failed(members, failures)  # now the others need them no more to be resumed as a group
+                    _save_each(members, states, lambda member, state: save_checkpoint(member.folder, state))
                 saved = time.monotonic()
             broadcast_continue(not stopping or last)
             if stopping and not last:
                 return [Outcome(member.folder, round, finished=False) for member in members]
     assert states is not None
-    writer.flush()
-    going = _going(members, states, failures)
-    evaluations = {member.folder: latest for member, latest in zip(members, writer.latest or (), strict=False)}
+    going = [i for i in range(len(members)) if i not in failures.reasons]
     if config.run.keep == "models":
-        _save_each(going, lambda m, state: save_models(m.folder, state, m.experiment.federation.scaling))
-    for member, state in going:
-        write_devices(member.folder, state)
-        evaluation = evaluations.get(member.folder) or evaluate(state)
-        write_tables(member.folder, state, evaluation, member.experiment.federation.class_names)
-    _mark_failed(members, failures)
+        some = [members[i] for i in going], [states[i] for i in going]
+        _save_each(*some, lambda m, state: save_models(m.folder, state, m.experiment.federation.scaling))
+    for i in going:
+        write_devices(members[i].folder, states[i])
+        evaluation = writer.latest[i] if writer.latest else evaluate(states[i])
+        write_tables(members[i].folder, states[i], evaluation, members[i].experiment.federation.class_names)
     if config.run.keep == "metrics":
         for member in members:
             drop_checkpoints(member.folder)
@@ -378,51 +377,34 @@ def _run(members: Sequence[GroupMember], from_states: Sequence[State] | None) ->
 
 
 def _simulated(
-    setups: Sequence[Setup], from_states: Sequence[State] | None, failures: Failures | None
+    setups: Sequence[Setup], from_states: Sequence[State] | None, failures: Failures
 ) -> Iterator[list[State]]:
     """The states after every round, until all runs are done or have failed.
 
-    On a GPU a round's numbers are looked at while the next one is computed. A run is stopped at a point that depends on
-    its numbers alone and not on when it is saved: what the others are computed beside changes their last bits.
+    What diverged in a group is noted: on a GPU while the next round is computed.
     """
-    before: Sequence[State] = ()
-    stopped: set[int] | None = None if failures is None else set()
-    for states in simulate_together(setups, from_states, stopped=stopped):
-        known = before if states[0].targets.is_cuda else states
-        if failures is not None and stopped is not None:
-            _check_all_finite(known, failures)
-            stopped |= {run for run, state in enumerate(known) if _problem(state)}
-        before = states
+    checks: list[FiniteCheck | None] = []
+    for states in simulate_together(setups, from_states, may_diverge=not failures.alone):
+        if not failures.alone:
+            before, checks = checks, [state.finite_check for state in states]
+            known = before if states[0].targets.is_cuda else checks
+            failures.note([check and check.problem for check in known])
         yield states
+        if len(failures.reasons) == len(setups):
+            return
 
 
-def _problem(state: State) -> str | None:
-    return state.finite_check.problem if state.finite_check else None
+def _problems(states: Sequence[State]) -> list[str | None]:
+    """What is not finite in each run."""
+    return [state.finite_check and state.finite_check.problem for state in states]
 
 
-def _check_all_finite(states: Sequence[State], failures: Failures | None) -> None:
-    """Note which runs of a group diverged; RunError where there is no group."""
-    for run, state in enumerate(states):
-        _fail_or_raise(failures, run, _problem(state))
-
-
-def _going(
-    members: Sequence[GroupMember], states: Sequence[State], failures: Failures | None
-) -> list[tuple[GroupMember, State]]:
-    """The runs that have not failed."""
-    both = zip(members, states, strict=True)
-    return [each for run, each in enumerate(both) if failures is None or run not in failures]
-
-
-def _mark_failed(members: Sequence[GroupMember], failures: Failures | None) -> None:
-    for run, problem in (failures or {}).items():
-        run_folders.mark_failed(members[run].folder, problem)
-
-
-def _save_each(runs: Sequence[tuple[GroupMember, State]], save: Callable[[GroupMember, State], None]) -> None:
+def _save_each(
+    members: Sequence[GroupMember], states: Sequence[State], save: Callable[[GroupMember, State], None]
+) -> None:
     """Call `save` for every run, some in parallel: one computes its checksum while another waits for the disk."""
     with ThreadPoolExecutor(MAX_SAVES) as pool:
-        for _ in pool.map(save, *zip(*runs, strict=True)) if runs else ():
+        for _ in pool.map(save, members, states):
             pass
 
 

@@ -28,8 +28,10 @@ from fedcpsl.runs.experiment import (
     resume_together,
     search_step_sizes,
     start_together,
+    without_search,
 )
 from fedcpsl.settings import SEARCH
+from fedcpsl.simulation import prepare
 from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.tuning import runs_that_fit
 from fedcpsl.step_size import StepSizeSearch
@@ -56,19 +58,19 @@ def run_all(folder: Path, plan: Plan, announce: Announce) -> bool:
     with locked(folder):
         planned = [_planned(folder, plan, case, seed) for seed in plan.seeds for case in plan.cases]
         source: Source | None = None
-        for group in started_groups(_unfinished(planned)):
+        for group in started_groups(planned):
             shared = all(same_data(run.case) for run in group)
             source = source or (load_data(plan.base.data) if shared else None)
             watches, given = announce(group, len(planned) - len(_unfinished(planned))), source if shared else None
             if not _run_to_end(group, partial(resume_together, [run.folder for run in group], watches, given)):
                 return False
-        maximum, searches = sys.maxsize, dict[Path, StepSizeSearch]()
+        maximum = sys.maxsize
         while waiting := _unfinished(planned):
             if source is None and same_data(waiting[0].case):
                 source = load_data(plan.base.data)
             done = len(planned) - len(waiting)
             try:
-                if not _run_group(waiting, maximum, source, searches, announce, done):
+                if not _run_group(waiting, maximum, source, announce, done):
                     return False
             except TooManyError as error:
                 maximum = error.runs // 2
@@ -86,18 +88,11 @@ class TooManyError(Exception):
         self.runs = runs
 
 
-def _run_group(
-    waiting: Sequence[Planned],
-    maximum: int,
-    source: Source | None,
-    searches: dict[Path, StepSizeSearch],
-    announce: Announce,
-    done: int,
-) -> bool:
+def _run_group(waiting: Sequence[Planned], maximum: int, source: Source | None, announce: Announce, done: int) -> bool:
     """Run the first waiting run and those that can run beside it; False if a stop was requested before the end."""
     first = waiting[0]
     alike = [run for run in waiting if _program(run) == _program(first)]
-    searches.update(_searched([run for run in alike if run.folder not in searches], maximum, source))
+    searches = _searched(alike, maximum, source)
     group, experiments = list[Planned](), list[Experiment]()
     for run in alike:
         if len(group) == maximum:
@@ -122,19 +117,36 @@ def _run_group(
 
 
 def _searched(alike: Sequence[Planned], maximum: int, source: Source | None) -> dict[Path, StepSizeSearch]:
-    """Search the step sizes of the runs that go side by side, side by side as well, where the config asks for it."""
-    together = min(maximum, alike[0].config.run.together or maximum) if alike else 0
-    runs = [run for run in alike[:together] if run.config.algorithm.eta == SEARCH]
-    if len(runs) < 2:
+    """Search the step sizes of the runs that will go side by side, side by side as well, where there are several.
+
+    Not those of further groups: what they are searched beside must not depend on when the command was stopped.
+    """
+    if sum(run.config.algorithm.eta == SEARCH for run in alike) < 2:
         return {}
-    loaded: list[Loaded] = []
+    together = alike[: _most_together(alike[0], maximum, source)]
+    runs, loaded = [run for run in together if run.config.algorithm.eta == SEARCH], list[Loaded]()
     for run in runs:
         loaded.append(load_run(run.config, source if same_data(run.case) else None, loaded))
     try:
         found = search_step_sizes(loaded)
     except torch.OutOfMemoryError:
+        if len(runs) == 1:
+            raise
         raise TooManyError(len(runs)) from None
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()  # what memory is free then decides how many runs go side by side
     return {run.folder: search for run, search in zip(runs, found, strict=True)}
+
+
+def _most_together(first: Planned, maximum: int, source: Source | None) -> int:
+    """Return how many runs like the first one go side by side; none where it is refused."""
+    config, federation, model = load_run(without_search(first.config), source if same_data(first.case) else None)
+    try:
+        setup = prepare(federation, model, config.algorithm, config.work, config.run, edge=config.edge)
+    except RefusedError:
+        return 0
+    return min(maximum, runs_that_fit(setup), config.run.together or maximum)
 
 
 def _built(
@@ -176,17 +188,24 @@ def _program(run: Planned) -> Any:
     return asdict(config.model), reads, rounds, asdict(replace(config.run, seed=0))
 
 
-def started_groups(unfinished: Sequence[Planned]) -> list[list[Planned]]:
-    """Return the groups of unfinished runs that were started; folders of runs killed before that are removed."""
+def started_groups(planned: Sequence[Planned]) -> list[list[Planned]]:
+    """Return the groups of runs that were started and are not finished, whole: also those of their runs that failed.
+
+    Folders of runs killed before that are removed.
+    """
     groups: dict[tuple[str, ...], list[Planned]] = {}
-    for run in unfinished:
+    for run in _unfinished(planned):
         if run.folder.exists() and not (run.folder / "config.toml").exists():
             shutil.rmtree(run.folder)
         elif run.folder.exists():
             groups.setdefault(tuple(run_folders.group_of(run.folder)), []).append(run)
+    by_name = {run.folder.name: run for run in planned}
     for names, runs in list(groups.items()):
         missing = [name for name in names if not (runs[0].folder.parent / name).exists()]
         if missing and not any((run.folder / "metrics.jsonl").exists() for run in runs):
             for run in groups.pop(names):  # killed while the group's folders were created
                 shutil.rmtree(run.folder)
+        else:
+            failed = [by_name[name] for name in names if name in by_name and run_folders.failure(by_name[name].folder)]
+            groups[names] = sorted([*runs, *failed], key=lambda run: names.index(run.folder.name))
     return list(groups.values())

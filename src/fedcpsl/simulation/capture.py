@@ -7,6 +7,7 @@ momenta, the numbers of every slot, which rows each step draws, and the number o
 
 import logging
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -48,8 +49,7 @@ def captured_steps() -> LocalSteps:
     """What takes local steps by replaying graphs, with the stages that it has made so far, one for each program."""
     stages: dict[Any, Stage] = {}
     refused: dict[Any, str] = {}
-    # one stream and one pool of memory for all graphs: no two replay at a time
-    beside, memory = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+    memory = torch.cuda.graph_pool_handle()  # one for all graphs: no two replay at a time
 
     def take(program: Program, hyper: Tree, local: Tree, batches: BatchPlan, counts: Sequence[int]) -> Tree:
         if program.key in refused or batches.partner is not None:
@@ -59,7 +59,7 @@ def captured_steps() -> LocalSteps:
             stage = stages[program.key] = _room_for(local, hyper, batches, stage)
         try:
             for size in sorted({size for size, _ in _replays(stage, counts)} - set(stage.graphs)):
-                stage.graphs[size] = _capture(program, stage, *size, beside, memory)
+                stage.graphs[size] = _capture(program, stage, *size, memory)
         except RuntimeError as error:
             refused[program.key] = str(error).splitlines()[0]
             logging.getLogger("fedcpsl").warning(
@@ -163,7 +163,7 @@ def _fill_batches(room: BatchPlan, batches: BatchPlan) -> None:
         _fill_batches(room.extra[name], more)
 
 
-def _capture(program: Program, stage: Stage, width: int, steps: int, beside: Any, memory: Any) -> Any:
+def _capture(program: Program, stage: Stage, width: int, steps: int, memory: Any) -> Any:
     """Some steps of the first `width` slots as a graph; it leaves the stage in disorder.
 
     Caches are emptied only where memory is short: `torch.cuda.graph` would do it each time, and what is freed must be
@@ -181,7 +181,7 @@ def _capture(program: Program, stage: Stage, width: int, steps: int, beside: Any
         map_tensors(_copy_back, begun, local)
         stage.step.add_(steps)
 
-    graph = torch.cuda.CUDAGraph()
+    graph, beside = torch.cuda.CUDAGraph(), _stream(torch.cuda.current_device())
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):
         for _ in range(1 if stage.graphs else WARM_UPS):  # kernels for these shapes are compiled and loaded
@@ -199,6 +199,12 @@ def _capture(program: Program, stage: Stage, width: int, steps: int, beside: Any
             graph.capture_end()
     torch.cuda.current_stream().wait_stream(beside)
     return graph
+
+
+@cache
+def _stream(_: int) -> Any:
+    """The one stream that a GPU's steps are captured on: libraries keep memory for each."""
+    return torch.cuda.Stream()
 
 
 def _copy_back(buffer: Tensor, value: Tensor) -> None:

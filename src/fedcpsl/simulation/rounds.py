@@ -1,6 +1,6 @@
 """The rounds of a simulation. The caller owns the loop."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -36,14 +36,14 @@ def simulate_together(
     start: Sequence[State] | None = None,
     *,
     on_ranks: bool = True,
-    stopped: Collection[int] | None = None,
+    may_diverge: bool = False,
 ) -> Iterator[list[State]]:
     """Many runs at once, in step; those of one network (see `prepare`) share what computes them.
 
     Yields the states of all runs at the start (unless given) and after every round. A run that has had all its rounds
     keeps its last state. Without `on_ranks` this process computes alone, also where torchrun has started others.
-    A run that diverges raises RunError. Not so with `stopped`, runs that go no further, by number: the caller looks at
-    `State.finite_check` then, and may add to it while the others go on.
+    A run that diverges raises RunError, unless it may: it is then computed on beside the others, and the caller looks
+    at `State.finite_check`.
     """
     if len(setups) > 1 and any(setup.data.supply is not None for setup in setups):
         raise InputError("samples made on demand: such runs go one after another; simulate each alone")
@@ -56,18 +56,15 @@ def simulate_together(
     with choose_backend(requests, data, on_ranks=on_ranks) as (devices, data, run):
         pieces = data.targets.split([len(state.targets) for state in states])
         states = [s._replace(devices=d, targets=t) for s, d, t in zip(states, devices, pieces, strict=True)]
-        while any(going := [_goes_on(state, i, stopped) for i, state in enumerate(states)]):
+        while any(state.round < state.setup.terms.total_rounds for state in states):
             plans: list[list[DeviceRound] | None] = [None] * len(states)
-            for i in np.flatnonzero(going).tolist():
-                states[i], plans[i] = draw_round(states[i])
-            states = next_states(states, plans, data, first_rows, run, may_diverge=stopped is not None)
-            if stopped is None and not any(_goes_on(state, i, stopped) for i, state in enumerate(states)):
+            for i, state in enumerate(states):
+                if state.round < state.setup.terms.total_rounds:
+                    states[i], plans[i] = draw_round(state)
+            states = next_states(states, plans, data, first_rows, run, may_diverge=may_diverge)
+            if not may_diverge and all(state.round == state.setup.terms.total_rounds for state in states):
                 raise_if_not_finite(states)
             yield states
-
-
-def _goes_on(state: State, number: int, stopped: Collection[int] | None) -> bool:
-    return state.round < state.setup.terms.total_rounds and number not in (stopped or ())
 
 
 def raise_if_not_finite(states: Sequence[State]) -> None:
