@@ -238,5 +238,5 @@ def test_a_save_that_fails_beside_others_is_said():
         saved.append(member)
 
     with pytest.raises(RunError, match="second: no space left at 2"):
-        experiment._save_each([("first", 1), ("second", 2)], save)
+        experiment._save_each(["first", "second"], [1, 2], save)
     assert saved == ["first"]
