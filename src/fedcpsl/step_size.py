@@ -150,41 +150,42 @@ def _jobs_at_a_time(jobs: Sequence[SearchJob]) -> int:
 def _search_side_by_side(jobs: Sequence[SearchJob]) -> list[StepSizeSearch]:
     began, short = time.monotonic(), _short_jobs(jobs)
     losses, steps = [dict.fromkeys(CANDIDATES, float("inf")) for _ in jobs], [0] * len(jobs)
-    going, setups = [i for i, job in enumerate(short) if job], dict[int, Setup]()
+    going, setups = list(short), dict[int, Setup]()
     for eta in CANDIDATES:
         for i in going:
-            setups[i] = _with_eta(short[i], eta, setups.get(i) or _neighbour(short[i], setups))
+            setups[i] = _prepared(short[i], eta, setups.get(i) or _neighbour(short[i], setups))
         for i, (loss, made) in zip(going, _short_runs([setups[i] for i in going]), strict=True):
             losses[i][eta] = loss
             steps[i] += made
         going = [i for i in going if is_larger_worth_trying(losses[i], eta)]
     seconds = (time.monotonic() - began) / len(jobs)  # each one's share
     return [
-        StepSizeSearch(choose_eta(settings.AUTO, "", job.work.unit), {}, 0, 0, seconds)
-        if own is None
-        else StepSizeSearch(chosen_eta(losses[i]), losses[i], own.work.rounds, steps[i], seconds)
-        for i, (job, own) in enumerate(zip(jobs, short, strict=True))
+        StepSizeSearch(chosen_eta(losses[i]), losses[i], short[i].work.rounds, steps[i], seconds)
+        if i in short
+        else StepSizeSearch(choose_eta(settings.AUTO, "", job.work.unit), {}, 0, 0, seconds)
+        for i, job in enumerate(jobs)
     ]
 
 
-def _short_jobs(jobs: Sequence[SearchJob]) -> list[SearchJob | None]:
-    """The short runs of some searches, without a step size yet; None where no label can be held back."""
+def _short_jobs(jobs: Sequence[SearchJob]) -> dict[int, SearchJob]:
+    """The short runs of searches, by number, without a step size yet; not of those that can hold no label back."""
     held: dict[tuple[int, int], Federation | None] = {}
-    short: list[SearchJob | None] = []
-    for job in jobs:
+    short: dict[int, SearchJob] = {}
+    for i, job in enumerate(jobs):
         split = id(job.federation), job.run.seed
         if split not in held:
             held[split] = _held_back(job.federation, job.run.seed)
-        federation, work, run = held[split], job.work, job.run
-        if federation is None:
-            short.append(None)
-            continue
-        active = min(4 if work.active == settings.AUTO else int(work.active), federation.devices)
-        rounds = short_rounds(federation.sizes, job.algorithm, work, active)
-        work = replace(work, rounds=rounds, active=active, personal_rounds=0, two_phase=False, joiners=0, loss_rate=0.0)
-        run = replace(run, store="accelerator", gaps=False)
-        short.append(job._replace(federation=federation, work=work, run=run))
+        if federation := held[split]:
+            short[i] = _short_job(job, federation)
     return short
+
+
+def _short_job(job: SearchJob, federation: Federation) -> SearchJob:
+    work = job.work
+    active = min(4 if work.active == settings.AUTO else int(work.active), federation.devices)
+    rounds = short_rounds(federation.sizes, job.algorithm, work, active)
+    work = replace(work, rounds=rounds, active=active, personal_rounds=0, two_phase=False, joiners=0, loss_rate=0.0)
+    return job._replace(federation=federation, work=work, run=replace(job.run, store="accelerator", gaps=False))
 
 
 def _held_back(federation: Federation | OnDemand, seed: int) -> Federation | None:
@@ -194,15 +195,13 @@ def _held_back(federation: Federation | OnDemand, seed: int) -> Federation | Non
         return None
 
 
-def _neighbour(job: SearchJob | None, setups: Mapping[int, Setup]) -> Setup | None:
+def _neighbour(job: SearchJob, setups: Mapping[int, Setup]) -> Setup | None:
     """A setup whose samples or network can be shared."""
-    assert job is not None
     same = (setup for setup in setups.values() if setup.data.made_of is job.federation)
     return next(same, next(iter(setups.values()), None))
 
 
-def _with_eta(job: SearchJob | None, eta: float, beside: Setup | None) -> Setup:
-    assert job is not None
+def _prepared(job: SearchJob, eta: float, beside: Setup | None) -> Setup:
     algorithm = replace(job.algorithm, eta=eta)
     return prepare_with_step_size(job.federation, job.model, algorithm, job.work, job.run, job.costs, beside)
 
