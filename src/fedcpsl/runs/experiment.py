@@ -94,10 +94,10 @@ def load_run(config: Config, source: Source | None = None, group: Sequence["Load
     return Loaded(replace(config, model=replace(config.model, name=name)), federation, model)
 
 
-Member = TypeVar("Member", "Loaded", "Experiment", "Loaded | Experiment")
+Known = TypeVar("Known", "Loaded", "Experiment", "Loaded | Experiment")
 
 
-def _with_same_split(config: Config, group: Sequence[Member]) -> Member | None:
+def _with_same_split(config: Config, group: Sequence[Known]) -> Known | None:
     split = config.data, config.run.seed
     return next((e for e in reversed(group) if (e.config.data, e.config.run.seed) == split), None)
 
