@@ -15,6 +15,7 @@ from torch import nn
 from fedcpsl import config as settings
 from fedcpsl.algorithms import traits_of
 from fedcpsl.data.federation import Federation
+from fedcpsl.data.notes import track
 from fedcpsl.data.ondemand import OnDemand
 from fedcpsl.data.split import LABELLED, SERVER, TEST, VALIDATION
 from fedcpsl.errors import InputError
@@ -154,7 +155,7 @@ def _search_side_by_side(jobs: Sequence[SearchJob]) -> list[StepSizeSearch]:
     for eta in CANDIDATES:
         for i in going:
             setups[i] = _prepared(short[i], eta, setups.get(i) or _neighbour(short[i], setups))
-        for i, (loss, made) in zip(going, _short_runs([setups[i] for i in going]), strict=True):
+        for i, (loss, made) in zip(going, _short_runs([setups[i] for i in going], eta), strict=True):
             losses[i][eta] = loss
             steps[i] += made
         going = [i for i in going if is_larger_worth_trying(losses[i], eta)]
@@ -206,7 +207,7 @@ def _prepared(job: SearchJob, eta: float, beside: Setup | None) -> Setup:
     return prepare_with_step_size(job.federation, job.model, algorithm, job.work, job.run, job.costs, beside)
 
 
-def _short_runs(setups: Sequence[Setup]) -> list[tuple[float, int]]:
+def _short_runs(setups: Sequence[Setup], eta: float) -> list[tuple[float, int]]:
     """The loss of every run on the labels held back, infinite where it diverges, and the steps that it made."""
     if not setups:
         return []
@@ -214,7 +215,9 @@ def _short_runs(setups: Sequence[Setup]) -> list[tuple[float, int]]:
         slots = slots_that_fit(setups)
         setups = [setup._replace(machine=setup.machine._replace(slots=slots)) for setup in setups]
     checks: list[list[FiniteCheck | None]] = []
-    for states in simulate_together(setups, on_ranks=False, may_diverge=True):
+    rounds = simulate_together(setups, on_ranks=False, may_diverge=True)
+    most = max(setup.terms.total_rounds for setup in setups)
+    for states in track(rounds, f"searching a step size: {eta:g}", total=most + 1):
         checks.append([state.finite_check for state in states])
     return [
         (float("inf") if any(check.problem for check in own if check) else held_out_loss(state), state.steps)
