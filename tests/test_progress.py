@@ -31,7 +31,7 @@ def test_progress_is_shown_on_a_terminal_and_wiped(monkeypatch, capsys):
 
 
 def test_progress_is_silent_below_another_bar(monkeypatch):
-    """It would be drawn into it: rich redirects stderr to lines above a bar."""
+    """It would be drawn into it; what stderr is while rich shows a bar is no terminal."""
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", "120")

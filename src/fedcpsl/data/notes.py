@@ -154,6 +154,4 @@ def bytes_bar(description: str, total: int | None) -> Iterator[Callable[[int], N
 
 
 def _watched() -> bool:
-    """Whether somebody sees a bar: not where another one, of many runs, has redirected stderr to lines above it."""
-    redirected = type(sys.stderr).__module__ == "rich.file_proxy"
-    return sys.stderr is not None and sys.stderr.isatty() and not redirected
+    return sys.stderr is not None and sys.stderr.isatty()
