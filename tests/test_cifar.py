@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fedcpsl.data.cifar import BINARY, MEMBERS, PYTHON, TRAINING, read_binary_batch, read_cifar10, read_python_batch
+from fedcpsl.data.sources import cifar10
 from fedcpsl.errors import InputError
 
 from .loopback import files_in, published, refusal, server
@@ -253,6 +254,17 @@ def check_all(images, labels):
 def test_batches_are_found(cache, tmp_path, inner, suffix):
     write_batches(tmp_path / "data" / inner, suffix)
     check_all(*read_cifar10([tmp_path / "elsewhere", tmp_path / "data"]))
+    assert not cache.exists()
+
+
+def test_the_test_images_are_another_batch(cache, tmp_path):
+    write_batches(tmp_path / "cifar10" / BINARY, ".bin")
+    data, labels = samples(seed=9)
+    (tmp_path / "cifar10" / BINARY / "test_batch.bin").write_bytes(as_binary(data, labels))
+    tests = cifar10([tmp_path], tests=True)
+    assert tests.x.reshape(len(data), -1).tolist() == data.tolist()
+    assert tests.y.tolist() == labels
+    check_all(*read_cifar10([tmp_path]))
     assert not cache.exists()
 
 

@@ -178,6 +178,35 @@ def test_mnist_is_read_from_its_idx_files(idx_folder, monkeypatch):
     assert len(mnist(idx_folder).y) == 200
 
 
+@pytest.mark.parametrize("partition", ["classes", "dirichlet", "iid"])
+def test_published_tests_are_the_tests_and_nothing_else_is(idx_folder, partition):
+    rng = np.random.default_rng(1)
+    write_idx(idx_folder / "mnist" / "t10k-images-idx3-ubyte.gz", rng.integers(0, 256, (60, 28, 28)))
+    write_idx(idx_folder / "mnist" / "t10k-labels-idx1-ubyte.gz", np.arange(60) % 10)
+    data = Data(dataset="mnist", dir=str(idx_folder), devices=5, test="published", partition=partition, labelled=0.5)
+    federation = load_federation(data, seed=0)
+    tests = federation.role == TEST
+    published = NAMED["mnist"].read_tests([idx_folder])
+    assert sorted(map(bytes, federation.x[tests])) == sorted(map(bytes, published.x))
+    assert sorted(map(bytes, federation.x[~tests])) == sorted(map(bytes, mnist(idx_folder).x))
+    if partition == "classes":  # a device is tested on the classes that it trains on
+        for device in range(5):
+            own = federation.device == device
+            assert set(federation.y[own & tests]) == set(federation.y[own & ~tests])
+
+
+def test_published_tests_are_refused_where_there_are_none(idx_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDCPSL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FEDCPSL_MIRROR", "http://127.0.0.1:9")  # where nobody answers
+    for dataset in ("digits", "synthetic", "har"):
+        with pytest.raises(InputError, match=f"{dataset} has no test set apart from the rest; give a share"):
+            load_federation(Data(dataset=dataset, test="published"), seed=0)
+    with pytest.raises(InputError, match="or mark tests in a column"):
+        load_federation(Data(file="mine.csv", label="kind", test="published"), seed=0)
+    with pytest.raises(InputError, match=r"t10k-images-idx3-ubyte.gz: cannot be downloaded"):
+        load_federation(Data(dataset="mnist", dir=str(idx_folder), test="published"), seed=0)
+
+
 def test_bad_mnist_files_are_named(idx_folder, monkeypatch, tmp_path):
     monkeypatch.setenv("FEDCPSL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("FEDCPSL_MIRROR", "http://127.0.0.1:9")  # where nobody answers

@@ -105,6 +105,7 @@ def is_sizes(value: Any) -> bool:
 Numbers = float | list[float]
 AUTO = "auto"
 SEARCH = "search"
+PUBLISHED_TESTS = "published"
 DEFAULT_ALGORITHM = "fedcpsl2"  # of a new run, classifier or server that names none
 UNNAMED_ALGORITHM = "fedcpsl"  # of a saved file that names none: a run's config, a study, a server's job; never changes
 FAMILY = ("fedcpsl", "fedshvr", "fedshvrp", "apfl", "apfsl", "fedavg", "scaffold", "local", "local-pseudo")
@@ -159,12 +160,14 @@ class Data:
     )
     stratified: bool = choice(False, "keep the same share of labels of every class", True, False)
     labelled_devices: int | str = whole("all", "number of devices, drawn at random, that have labels", 1, also=("all",))
-    test: float = real(
+    test: float | str = real(
         0.2,
-        "share of each device's samples with known class that is its test set, unless the data marks tests itself",
+        "share of each device's samples with known class that is its test set, unless the data marks tests itself; "
+        "published: the test images of mnist, fashion-mnist or cifar10, divided among devices as the training images",
         0,
         1,
         open_ends="[]",
+        also=(PUBLISHED_TESTS,),
     )
     foreign_test: float = real(
         0.0,
@@ -189,6 +192,11 @@ class Data:
     normalise: str = choice(
         AUTO, "subtract the training data's mean and divide by its standard deviation", AUTO, "standard", "none"
     )
+
+    @property
+    def test_share(self) -> float:
+        """The share of a device's samples that is drawn as its test set; 0 where the tests are published."""
+        return 0.0 if isinstance(self.test, str) else self.test
 
     @property
     def title(self) -> str:

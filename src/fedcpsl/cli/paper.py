@@ -18,7 +18,7 @@ OTHERS = (
     "successor, successor-tune, successor-parts, successor-labels, successor-classes, successor-dirichlet, "
     "successor-foreign; related, related-tune; tune; labels, ablation, parts, classes, dirichlet, shards, gap; har, "
     "har-tune, har-steps; edge (edge-active, edge-deadline, edge-bandwidth, edge-bits); other papers' numbers: "
-    "fedavg-mnist, fedavg-mnist-eta, pfedme-mnist, fedavg-cifar10, feddyn-cifar10"
+    "fedavg-mnist, fedavg-mnist-eta, pfedme-mnist, fedavg-cifar10, feddyn-cifar10, proxyfl-cifar10"
 )
 
 

@@ -21,7 +21,8 @@ SHAPE = (3, 32, 32)
 PIXELS = 3 * 32 * 32
 BINARY, PYTHON = "cifar-10-batches-bin", "cifar-10-batches-py"
 TRAINING = tuple(f"data_batch_{number}" for number in range(1, 6))
-MEMBERS = (*(f"{name}.bin" for name in (*TRAINING, "test_batch")), "batches.meta.txt")
+TESTS = ("test_batch",)
+MEMBERS = (*(f"{name}.bin" for name in (*TRAINING, *TESTS)), "batches.meta.txt")
 
 _OPCODES = {opcode.code.encode("latin-1"): opcode for opcode in opcodes}
 _LITERALS = {
@@ -61,35 +62,40 @@ class _Call:
     state: Any = None
 
 
-def read_cifar10(folders: Sequence[Path], archive: Published = PUBLISHED["cifar10"]["archive"]) -> Batch:
-    """Return the 50,000 training images and their classes: from your folders, else the cache, else downloaded."""
-    paths = find_batches(folders)
+def read_cifar10(
+    folders: Sequence[Path], archive: Published = PUBLISHED["cifar10"]["archive"], batches: Sequence[str] = TRAINING
+) -> Batch:
+    """Return the 50,000 training images and their classes, or those of other batches.
+
+    They are read from your folders, else from the cache, else downloaded.
+    """
+    paths = find_batches(folders, batches)
     if not paths:
         folder = download_folder("cifar10", folders, archive, BINARY, MEMBERS)
-        paths = [folder / f"{name}.bin" for name in TRAINING]
-    batches = [read_binary_batch(path) if path.suffix == ".bin" else read_python_batch(path) for path in paths]
-    images, labels = zip(*batches, strict=True)
+        paths = [folder / f"{name}.bin" for name in batches]
+    contents = [read_binary_batch(path) if path.suffix == ".bin" else read_python_batch(path) for path in paths]
+    images, labels = zip(*contents, strict=True)
     return np.concatenate(images), np.concatenate(labels)
 
 
-def find_batches(folders: Sequence[Path]) -> list[Path]:
-    """Return the training batches in your folders or in the cache; an empty list if they must be downloaded."""
-    own = next((paths for folder in folders if (paths := _batches(folder))), None)
+def find_batches(folders: Sequence[Path], names: Sequence[str] = TRAINING) -> list[Path]:
+    """Return the training or other batches in your folders or the cache; an empty list if they must be downloaded."""
+    own = next((paths for folder in folders if (paths := _batches(folder, names))), None)
     if own:
         missing = [path for path in own if not os.path.isfile(path)]
         if missing:
             raise InputError(f"{missing[0]}: no such file, though others of CIFAR-10 are there; unpack them all again")
         return own
-    cached = _batches(cache_folder())
+    cached = _batches(cache_folder(), names)
     return cached if all(map(os.path.isfile, cached)) else []
 
 
-def _batches(folder: Path) -> list[Path]:
-    """Return the five training batches' paths in the first subfolder of `folder` that has one of them."""
+def _batches(folder: Path, names: Sequence[str]) -> list[Path]:
+    """Return the batches' paths in the first subfolder of `folder` that has one of them."""
     own = folder / "cifar10"
     for subfolder in (own / BINARY, own / PYTHON, folder / BINARY, folder / PYTHON, own, folder):
         for suffix in (".bin", ""):
-            paths = [subfolder / f"{name}{suffix}" for name in TRAINING]
+            paths = [subfolder / f"{name}{suffix}" for name in names]
             if any(map(os.path.isfile, paths)):
                 return paths
     return []

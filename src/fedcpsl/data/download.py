@@ -39,15 +39,20 @@ _MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 _FASHION = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 _CIFAR = "https://www.cs.toronto.edu/~kriz/"
 _IMAGES, _LABELS = "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"
+_TEST_IMAGES, _TEST_LABELS = "t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"
 
 PUBLISHED = {
     "mnist": {
         "images": _from(_MNIST, _IMAGES, "f68b3c2dcbeaaa9fbdd348bbdeb94873", 9_912_422),
         "labels": _from(_MNIST, _LABELS, "d53e105ee54ea40749a09fcbcd1e9432", 28_881),
+        "test images": _from(_MNIST, _TEST_IMAGES, "9fb629c4189551a2d022fa330f9573f3", 1_648_877),
+        "test labels": _from(_MNIST, _TEST_LABELS, "ec29112dd5afa0611ce80d1b7f02629c", 4_542),
     },
     "fashion-mnist": {
         "images": _from(_FASHION, _IMAGES, "8d4fb7e6c68d591d4c3dfef9ec88bf0d", 26_421_880),
         "labels": _from(_FASHION, _LABELS, "25c81989df183df01b3e8a0aad5dffbe", 29_515),
+        "test images": _from(_FASHION, _TEST_IMAGES, "bef4ecab320f06d8554ea6380940ec79", 4_422_102),
+        "test labels": _from(_FASHION, _TEST_LABELS, "bb300cfdad3c16e7a12a480ee83cd310", 5_148),
     },
     "cifar10": {
         "archive": _from(_CIFAR, "cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530", 170_052_171),

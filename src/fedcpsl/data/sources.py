@@ -26,6 +26,7 @@ from fedcpsl.data.split import LABELLED, ROLES, TEST, Shares, by_classes, by_dir
 from fedcpsl.data.tables import Columns, TableOptions, check_columns, is_table, read_table
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.schedule import stream
+from fedcpsl.settings import PUBLISHED_TESTS
 
 DIGITS = tuple("0123456789")
 CLOTHES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
@@ -41,6 +42,7 @@ class Dataset(NamedTuple):
 
     read: Callable[[Sequence[Path]], Source]
     has_devices: bool = False
+    read_tests: Callable[[Sequence[Path]], Source] | None = None  # where tests are published apart from the rest
 
 
 def digits(_: Sequence[Path] = ()) -> Source:
@@ -51,11 +53,15 @@ def digits(_: Sequence[Path] = ()) -> Source:
     return Source(bunch.data.astype(np.uint8), bunch.target.astype(np.int64), DIGITS, scaling=fixed_scaling(0.0, 16.0))
 
 
-def idx_images(dataset: str, class_names: tuple[str, ...], folders: Sequence[Path]) -> Source:
-    """Read the 60,000 training images of MNIST or Fashion-MNIST, 1 x 28 x 28 bytes each, from their IDX files."""
+def idx_images(dataset: str, class_names: tuple[str, ...], folders: Sequence[Path], *, tests: bool = False) -> Source:
+    """Read the 60,000 training images of MNIST or Fashion-MNIST, or its 10,000 test images, from their IDX files.
+
+    An image is 1 x 28 x 28 bytes.
+    """
     from fedcpsl.data.download import PUBLISHED, find_or_download
 
-    paths = [find_or_download(dataset, folders, PUBLISHED[dataset][kind]) for kind in ("images", "labels")]
+    kinds = ("test images", "test labels") if tests else ("images", "labels")
+    paths = [find_or_download(dataset, folders, PUBLISHED[dataset][kind]) for kind in kinds]
     images, labels = map(read_idx, paths)
     if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels) or labels.max(initial=0) > 9:
         raise InputError(f"{paths[0]}: its images and labels do not match; fetch both files again")
@@ -64,11 +70,14 @@ def idx_images(dataset: str, class_names: tuple[str, ...], folders: Sequence[Pat
     return Source(images[:, None], labels.astype(np.int64), class_names, scaling=scaling)
 
 
-def cifar10(folders: Sequence[Path]) -> Source:
-    """Read the 50,000 training images of CIFAR-10, 3 x 32 x 32 bytes each, from either of the official formats."""
-    from fedcpsl.data.cifar import read_cifar10
+def cifar10(folders: Sequence[Path], *, tests: bool = False) -> Source:
+    """Read the 50,000 training images of CIFAR-10, or its 10,000 test images, from either of the official formats.
 
-    images, labels = read_cifar10(folders)
+    An image is 3 x 32 x 32 bytes.
+    """
+    from fedcpsl.data.cifar import TESTS, TRAINING, read_cifar10
+
+    images, labels = read_cifar10(folders, batches=TESTS if tests else TRAINING)
     return Source(images, labels, CIFAR10)
 
 
@@ -118,7 +127,7 @@ def find_dataset(dataset: str, folders: Sequence[Path]) -> Path | None:
     if dataset == "cifar10":
         batches = find_batches(folders)
         return batches[0].parent if batches else None
-    paths = [find_file(dataset, folders, file) for file in PUBLISHED[dataset].values()]
+    paths = [find_file(dataset, folders, PUBLISHED[dataset][kind]) for kind in ("images", "labels")]
     return paths[0].parent if all(paths) and paths[0] else None
 
 
@@ -149,7 +158,7 @@ def synthetic(data: config.Data, seed: int) -> OnDemand:
     share = np.asarray(data.labelled, float)
     if share.shape not in ((), (data.devices,)):
         raise InputError(f"data.labelled has {len(share)} values for {data.devices} devices; give one each, or one")
-    tests = round(data.test * SAMPLES)
+    tests = round(data.test_share * SAMPLES)
     labelled = np.where(share > 0, np.maximum(1, (share * (SAMPLES - tests)).round()), 0).astype(np.int64)
     means = stream(seed, "split").normal(scale=SPREAD, size=(CLASSES, FEATURES))
     return from_function(
@@ -171,11 +180,15 @@ def _synthetic_samples(
     return x.astype(np.float32), y
 
 
+def _published_in_two_parts(read: Callable[..., Source]) -> Dataset:
+    return Dataset(read, read_tests=partial(read, tests=True))
+
+
 NAMED = {
     "digits": Dataset(digits),
-    "mnist": Dataset(partial(idx_images, "mnist", DIGITS)),
-    "fashion-mnist": Dataset(partial(idx_images, "fashion-mnist", CLOTHES)),
-    "cifar10": Dataset(cifar10),
+    "mnist": _published_in_two_parts(partial(idx_images, "mnist", DIGITS)),
+    "fashion-mnist": _published_in_two_parts(partial(idx_images, "fashion-mnist", CLOTHES)),
+    "cifar10": _published_in_two_parts(cifar10),
     "har": Dataset(har, has_devices=True),
 }
 
@@ -221,6 +234,12 @@ def resolve_auto(data: config.Data) -> config.Data:
         raise InputError(f'data.partition = "natural": {dataset} has no devices of its own; give "classes" or another')
     if partition != "natural" and dataset != "own" and has_devices:
         raise InputError(f'data.partition = {partition!r}: {dataset} has devices of its own; give "natural"')
+    if data.test == PUBLISHED_TESTS and (dataset not in NAMED or NAMED[dataset].read_tests is None):
+        instead = ", or mark tests in a column (data.test_column)" if dataset == "own" else ""
+        raise InputError(
+            f'data.test = "published": {dataset} has no test set apart from the rest; '
+            f"give a share, such as 0.2{instead}"
+        )
     labelled = (1.0 if dataset == "own" else 0.1) if data.labelled == config.AUTO else data.labelled
     if isinstance(labelled, list) and data.labelled_by == "overall":
         raise InputError('data.labelled_by = "overall": takes one share for all; give data.labelled as one number')
@@ -253,7 +272,7 @@ def check_header(data: config.Data) -> None:
 
 def _read_source(data: config.Data) -> Source:
     if data.dataset != "own":
-        return NAMED[data.dataset].read(data_folders(data.dir))
+        return _read_named(NAMED[data.dataset], data_folders(data.dir), published_tests=data.test == PUBLISHED_TESTS)
     path = Path(data.file)
     if path.is_dir():
         return read_image_folder(path)
@@ -270,6 +289,20 @@ def _read_source(data: config.Data) -> Source:
     if path.suffix in (".npz", ".npy") or not path.exists():
         return read_npz(path, devices_needed=data.partition == "natural" and not data.split)
     raise InputError(f"{path}: give an .npz, .csv, .tsv or .parquet file, or a folder of images")
+
+
+def _read_named(dataset: Dataset, folders: Sequence[Path], *, published_tests: bool) -> Source:
+    """Read a data set by name; the tests that are published with it too, marked as tests, where they are asked for."""
+    source = dataset.read(folders)
+    if not published_tests:
+        return source
+    assert dataset.read_tests is not None
+    tests = dataset.read_tests(folders)
+    return source._replace(
+        x=np.concatenate([source.x, tests.x]),
+        y=np.concatenate([source.y, tests.y]),
+        test=np.repeat([False, True], [len(source.y), len(tests.y)]),
+    )
 
 
 def assign_devices(source: Source, data: config.Data, seed: int) -> Source:
@@ -297,7 +330,7 @@ def shares(data: config.Data) -> Shares:
     assert not isinstance(data.labelled, str)
     with_labels = None if data.labelled_devices == "all" else int(data.labelled_devices)
     kept = (data.labelled, data.labelled_by, data.stratified, with_labels)
-    return Shares(*kept, data.test, data.validation, data.server, data.foreign_test)
+    return Shares(*kept, data.test_share, data.validation, data.server, data.foreign_test)
 
 
 def data_folders(given: str) -> list[Path]:

@@ -128,7 +128,7 @@ def make_participant(config: DeviceConfig, job: Job, run: str) -> Participant:
     source = source._replace(device=np.zeros(len(source.y), np.int64), names=(config.name,))
     seed = job.config.run.seed
     try:
-        federation = federate(source, Shares(test=config.data.test), normalise=job.scaling is not None, seed=seed)
+        federation = federate(source, Shares(test=config.data.test_share), normalise=job.scaling is not None, seed=seed)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     terms = job_terms(job)

@@ -131,8 +131,9 @@ def _federation(run: SavedRun, data: Data, name: str) -> Federation:
     path = Path(data.file)
     source = _aligned(load_source(replace(data, partition="iid")), run, path)
     source = source._replace(device=np.zeros(len(source.y), np.int64), names=(name,))
+    shares, seed = Shares(test=data.test_share), run.config.run.seed
     try:
-        return federate(source, Shares(test=data.test), normalise=run.scaling is not None, seed=run.config.run.seed)
+        return federate(source, shares, normalise=run.scaling is not None, seed=seed)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
 

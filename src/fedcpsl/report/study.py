@@ -36,6 +36,7 @@ from fedcpsl.report.terminal import print_table
 from fedcpsl.runs.comparison import EDGE, final_row, interval, no_row, reached, run_folder
 from fedcpsl.runs.folder import failure, is_finished, is_refused, read_manifest, read_metrics, read_run_config
 from fedcpsl.runs.study import Study, lines_of
+from fedcpsl.settings import PUBLISHED_TESTS
 from fedcpsl.storage import write_whole
 
 STEPS = "Steps: local steps of all devices in a run, in thousands, times the minibatch gradients of a step."
@@ -112,7 +113,16 @@ def _matrices(study: Study, dataset: str, cells: Sequence[CaseResults]) -> list[
     caption = "The worst tenth of devices: their personal accuracy, %."
     tables.append(study_matrix(study, by_place, caption, lambda cell: _mean(cell, "worst_tenth")))
     caption = "The global model on the devices' own tests, %."
-    return [*tables, study_matrix(study, by_place, caption, lambda cell: _mean(cell, "global"))]
+    tables.append(study_matrix(study, by_place, caption, lambda cell: _mean(cell, "global")))
+    if _has_published_tests(study, dataset):
+        caption = "The global model on the published test set, %."
+        tables.append(study_matrix(study, by_place, caption, lambda cell: _mean(cell, "union")))
+    return tables
+
+
+def _has_published_tests(study: Study, dataset: str) -> bool:
+    """Whether the tests of all devices together are those that the data set's authors published."""
+    return study.bases[dataset].data.test == PUBLISHED_TESTS
 
 
 def _costs(study: Study, dataset: str, by_place: Mapping[tuple[str, str], CaseResults]) -> list[Matrix]:
@@ -375,6 +385,7 @@ def _finals(study: Study, dataset: str, cells: Sequence[CaseResults]) -> str:
         "global",
         "localized",
         "validation",
+        *(("union",) if _has_published_tests(study, dataset) else ()),
         "uplink_bytes",
         "steps",
         "gradients_per_step",

@@ -238,7 +238,7 @@ def run_folder(folder: Path, case: Case, seed: int) -> Path:
 
 def same_data(case: Case) -> bool:
     """Whether a case uses the samples of all other cases."""
-    reads = {f"data.{name}" for name in ("dataset", "file", "dir", "label", "device_column", "test_column")}
+    reads = {f"data.{name}" for name in ("dataset", "file", "dir", "label", "device_column", "test_column", "test")}
     return not reads & set(case.settings)
 
 
@@ -297,6 +297,7 @@ def final_row(run: Path, reach: Sequence[float]) -> dict[str, Any]:
         "personal": final["personal"]["mean"],
         "worst_tenth": final["personal"]["worst_tenth"],
         **{k: final[k]["mean"] if final.get(k) else None for k in ("global", "localized", "validation")},
+        "union": final.get("union"),
         "uplink_bytes": final["uplink_bytes"],
         "steps": final["steps"],
         "gradients_per_step": final["gradients_per_step"],
@@ -340,7 +341,7 @@ def _costs_of(final: Mapping[str, Any]) -> dict[str, Any]:
 def no_row(run: Path, seed: int, reach: Sequence[float]) -> dict[str, Any]:
     """Return the row of a run that is not finished."""
     empty = dict.fromkeys(("reach_rounds", "reach_bytes"), [None] * len(reach))
-    unknown = dict.fromkeys((*SUMMARISED, "gradients_per_step", "step_size_search", *COSTS))
+    unknown = dict.fromkeys((*SUMMARISED, "union", "gradients_per_step", "step_size_search", *COSTS))
     return {"run": str(run), "seed": seed, **unknown, **empty}
 
 
