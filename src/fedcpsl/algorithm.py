@@ -21,6 +21,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from fedcpsl.engine import Network
 from fedcpsl.problem import Samples
 from fedcpsl.schedule import Draw, Sizes
 from fedcpsl.trees import Tree
-from fedcpsl.views import Views
+from fedcpsl.views import Views, mirrored
 
 
 class Traits(NamedTuple):
@@ -47,6 +48,7 @@ class Traits(NamedTuple):
     per_sample: tuple[str, ...] = ()  # fields of `Device` with a row for each unlabelled sample (`most_unlabelled`)
     positions: bool = False  # whether a step is told where its samples are among the device's (`Samples.which`)
     probe: Draw | None = None  # of what a second exchange of each round asks some devices about
+    both_ways: bool = False  # predicts an image from itself and its mirror image, where views mirror images
     server_data: bool = False  # its server learns from labelled samples of its own, which `receive` is then given
 
 
@@ -74,6 +76,11 @@ class Method(NamedTuple):
     @property
     def sends_nothing(self) -> bool:
         return self.traits.alone or self.personal_round
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether a model's answer is the mean over an input and its mirror image."""
+        return self.traits.both_ways and mirrored(self.network.input_shape)
 
 
 class Algorithm(Protocol):
@@ -239,6 +246,17 @@ def predicting(algorithm: Algorithm, method: Method, hyper: Tree, device: Tree) 
     """The numbers that a device predicts with: the algorithm's, or with some that the device keeps."""
     own = optional(algorithm, "predicting")
     return own(method, hyper, device) if own else hyper
+
+
+def log_answers(method: Method, model: Tensor, x: Tensor) -> Tensor:
+    """log h(model; x) as `predict` is given it, [..., samples, classes]; both ways round where the method says so."""
+    found = method.network.log_probabilities(model, x)
+    return mean_of_both(found, method.network.log_probabilities(model, x.flip(-1))) if method.both_ways else found
+
+
+def mean_of_both(log_h: Tensor, log_h_mirrored: Tensor) -> Tensor:
+    """Log-probabilities from the mean of the logits for an image and for its mirror image."""
+    return torch.log_softmax((log_h + log_h_mirrored) / 2, -1)
 
 
 def optional(algorithm: Algorithm, name: str) -> Any:

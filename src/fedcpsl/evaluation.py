@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedcpsl.algorithm import Method, optional, predicting
+from fedcpsl.algorithm import Method, log_answers, optional, predicting
 from fedcpsl.edge.state import metrics_of
 from fedcpsl.simulation import State
 from fedcpsl.simulation.device_data import Held
@@ -190,7 +190,7 @@ def predict(state: State, held: Held, earlier: Predictions | None = None, model:
     network, algorithm, general = method.network, state.setup.terms.algorithm, None
     theta = algorithm.general_model(method, state.server) if model is None else model
     if theta is not None:
-        pieces = [network.log_probabilities(theta, some) for some in x.split(ROWS_AT_ONCE)]
+        pieces = [log_answers(method, theta, some) for some in x.split(ROWS_AT_ONCE)]
         general = torch.cat(pieces) if len(x) else x.new_zeros(0, network.classes)
     versions = versions_of(state)
     if not method.traits.personal:
@@ -205,7 +205,7 @@ def predict(state: State, held: Held, earlier: Predictions | None = None, model:
     renewed = np.flatnonzero(changed & (np.diff(held.start) > 0)).tolist()
     for i in renewed:
         rows = held.rows(i)
-        localized[rows] = network.log_probabilities(own_models(state, [i], theta)[0], x[rows])
+        localized[rows] = log_answers(method, own_models(state, [i], theta)[0], x[rows])
     hyper = earlier.hyper if earlier else None
     if hyper is None or optional(algorithm, "predicting"):
         tested = np.flatnonzero(np.diff(held.start) > 0)
@@ -376,9 +376,14 @@ def _with_new_localized(states: Sequence[State], earlier: Sequence[Predictions])
         if made.localized is not None
         for device in np.flatnonzero((made.made_by != versions_of(state)) & (np.diff(tests[run].start) > 0))
     ]
-    for same in {id(states[run].setup.terms.method.network.module): run for run, _ in changed}.values():
-        network = states[same].setup.terms.method.network
-        theirs = [(r, i) for r, i in changed if states[r].setup.terms.method.network.module is network.module]
+    methods = [state.setup.terms.method_after(state.round) for state in states]
+    for same in {(id(methods[run].network.module), methods[run].both_ways): run for run, _ in changed}.values():
+        like = methods[same]
+        theirs = [
+            (r, i)
+            for r, i in changed
+            if methods[r].network.module is like.network.module and methods[r].both_ways == like.both_ways
+        ]
         most = max(tests[r].rows(i).stop - tests[r].rows(i).start for r, i in theirs)
         at_once = max(1, ROWS_SIDE_BY_SIDE // most)
         for some in (theirs[k : k + at_once] for k in range(0, len(theirs), at_once)):
@@ -386,7 +391,7 @@ def _with_new_localized(states: Sequence[State], earlier: Sequence[Predictions])
             x = tests[same].x.new_zeros(len(some), most, *tests[same].x.shape[1:])
             for place, (run, _), own in zip(x, some, rows, strict=True):
                 place[: own.stop - own.start] = tests[run].x[own]
-            log_h = network.log_probabilities(_own_models_of_runs(states, some), x)
+            log_h = log_answers(like, _own_models_of_runs(states, some), x)
             for each, (run, _), own in zip(log_h, some, rows, strict=True):
                 localized = earlier[run].localized
                 assert localized is not None

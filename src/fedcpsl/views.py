@@ -76,13 +76,18 @@ def viewed(views: Views, x: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     return views.weak(x, keys[..., :rows]), views.strong(last, keys[..., rows:])
 
 
+def mirrored(shape: tuple[int, ...]) -> bool:
+    """Whether the views of such inputs mirror them: photographs, of three channels, mean the same either way round."""
+    return len(shape) == 3 and shape[0] == 3
+
+
 def image_views(shape: tuple[int, ...]) -> Views:
     """Shifts, mirror images where there are colours; strong: contrast, brightness and a blank square too.
 
     Photographs, of three channels, shift by an eighth; drawings by less, and small ones not at all: a pixel of eight is
     a stroke's width.
     """
-    side, coloured = min(shape[1:]), shape[0] == 3
+    side, coloured = min(shape[1:]), mirrored(shape)
     place = partial(shifted_images, most=side // 8 if coloured else max(0, (side - 8) // 8), mirror=coloured)
     blank = max(1, side * 2 // 5)
 

@@ -253,9 +253,9 @@ def module_of(weights: TensorFile, path: Path, own: str) -> PersonalModel:
     kinds = {part: any(key.startswith(f"{part}.") for key in tensors) for part in ("general", "localized")}
     parts = [with_tensors(network, {}) if there else None for there in kinds.values()]
     try:
-        predict, needed = algorithm_predict(manifest, network)
+        predict, needed, both_ways = algorithm_predict(manifest, network)
         numbers = {name: torch.zeros_like(tensors[name]) for name in needed if name in tensors}
-        model = PersonalModel(predict, parts[0], parts[1], numbers, manifest.scaling)
+        model = PersonalModel(predict, parts[0], parts[1], numbers, manifest.scaling, both_ways)
         model.load_state_dict(tensors)
     except (RuntimeError, TypeError) as error:
         raise InputError(f"{path}: does not fit its network {name}: {' '.join(str(error).split())}") from error
@@ -269,14 +269,17 @@ def _network(manifest: ModelManifest, path: Path) -> tuple[str, list[int]]:
     return model["name"], model["hidden"]
 
 
-def algorithm_predict(manifest: ModelManifest, module: nn.Module) -> tuple[PredictFromModels, tuple[str, ...]]:
-    """Return the algorithm's `predict` and the names of its numbers, whose values are among the weights."""
+def algorithm_predict(manifest: ModelManifest, module: nn.Module) -> tuple[PredictFromModels, tuple[str, ...], bool]:
+    """Return the algorithm's `predict`, the names of its numbers, whose values are among the weights, and whether it
+    predicts both ways.
+    """
     values = {f"{part}.{key}": v for part in ("algorithm", "work") for key, v in manifest.config[part].items()}
     config = with_settings(Config(), values)
     network = Network(module, torch.zeros(2, *manifest.input_shape), len(manifest.classes))
     found = resolved(config.algorithm, network, config.work)
     needed = optional(found.algorithm, "PREDICTS_WITH") or ()
-    return predict_of(found.algorithm, found.kept_method(config.work)), needed
+    method = found.kept_method(config.work)
+    return predict_of(found.algorithm, method), needed, method.both_ways
 
 
 def torch_predict(model: Any) -> PredictSamples:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedcpsl.algorithm import Algorithm, Method, optional
+from fedcpsl.algorithm import Algorithm, Method, mean_of_both, optional
 from fedcpsl.data.scaling import Scaling
 from fedcpsl.errors import InputError
 
@@ -41,9 +41,10 @@ class PersonalModel(nn.Module):
         localized: nn.Module | None,
         numbers: Mapping[str, float | Tensor],
         scaling: Scaling | None,
+        both_ways: bool = False,
     ) -> None:
         super().__init__()
-        self.general, self.localized, self.predict = general, localized, predict
+        self.general, self.localized, self.predict, self.both_ways = general, localized, predict, both_ways
         self.normalises, self.numbers = scaling is not None, tuple(numbers)
         for name, number in numbers.items():
             self.register_buffer(name, torch.as_tensor(number).clone())
@@ -57,7 +58,10 @@ class PersonalModel(nn.Module):
         return self.predict(hyper, self._log_h(self.general, x), self._log_h(self.localized, x)).exp()
 
     def _log_h(self, network: Any, x: Tensor) -> Tensor | None:
-        return None if network is None else torch.log_softmax(network(x), -1)
+        if network is None:
+            return None
+        log_h = torch.log_softmax(network(x), -1)
+        return mean_of_both(log_h, torch.log_softmax(network(x.flip(-1)), -1)) if self.both_ways else log_h
 
 
 def predict_of(algorithm: Algorithm, method: Method) -> PredictFromModels:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedcpsl.algorithm import Algorithm, Method, optional
+from fedcpsl.algorithm import Algorithm, Method, log_answers, optional
 from fedcpsl.algorithms import traits_of
 from fedcpsl.config import Config
 from fedcpsl.data.scaling import Scaling
@@ -141,9 +141,9 @@ def model_of_device(run: SavedRun, device: str | None) -> DeviceModel:
     def predict_samples(x: NDArray[Any]) -> NDArray[np.float32]:
         return _probabilities(bound, run.scaling, thetas[0], thetas[1], x)
 
-    predict = predict_of(bound.algorithm, bound.method)
+    predict, both_ways = predict_of(bound.algorithm, bound.method), bound.method.both_ways
     needed = mixes or (localized and optional(bound.algorithm, "predicting"))  # where the device keeps some itself
-    module = PersonalModel(predict, modules[0], modules[1], bound.numbers if needed else {}, run.scaling)
+    module = PersonalModel(predict, modules[0], modules[1], bound.numbers if needed else {}, run.scaling, both_ways)
     return DeviceModel(manifest, module, Predictor(manifest, predict_samples))
 
 
@@ -282,7 +282,7 @@ def _probabilities(
         given = batch.to(network.initial)
         if scaling:
             given = normalise(given, *(torch.from_numpy(np.asarray(t)).to(given) for t in scaling))
-        both = [None if t is None else network.log_probabilities(t, given) for t in (theta, own)]
+        both = [None if t is None else log_answers(bound.method, t, given) for t in (theta, own)]
         parts.append(bound.algorithm.predict(bound.method, bound.hyper, *both))
     found: NDArray[np.float32] = torch.cat(parts).exp().to(torch.float32).numpy()
     return found

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedcpsl.algorithm import Visit, optional, predicting, visit_of
+from fedcpsl.algorithm import Visit, log_answers, optional, predicting, visit_of
 from fedcpsl.data.federation import Federation
 from fedcpsl.device_round import (
     all_labelled,
@@ -273,6 +273,6 @@ def log_predictions(terms: Terms, received: Tree, device: Tree, x: Tensor, adapt
     pieces = []
     with torch.no_grad():
         for rows in x.split(ROWS_AT_ONCE):
-            both = [None if m is None else method.network.log_probabilities(m, rows) for m in models]
+            both = [None if m is None else log_answers(method, m, rows) for m in models]
             pieces.append(algorithm.predict(method, hyper, *both))
     return torch.cat(pieces)

@@ -19,7 +19,7 @@ from fedcpsl.simulation import Setup
 from fedcpsl.trees import Tree, leaves, map_tensors
 
 # left out of digests where an algorithm has none: older jobs stay what they were
-LATER_TRAITS = ("follows", "views", "draws", "per_sample", "positions", "probe", "server_data")
+LATER_TRAITS = ("follows", "views", "draws", "per_sample", "positions", "probe", "both_ways", "server_data")
 
 
 class Terms(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedcpsl.algorithm import optional
+from fedcpsl.algorithm import log_answers, optional
 from fedcpsl.config import Config
 from fedcpsl.data.federation import array_source, federate
 from fedcpsl.data.scaling import Scaling, fit_scaling
@@ -116,7 +116,7 @@ def _log_predictions(learnt: Learnt, found: Resolved, x: Tensor, owner: NDArray[
     method = found.kept_method(learnt.work)
     network, general = method.network, None
     if learnt.general is not None:
-        general = network.log_probabilities(_tensor(learnt.general), x)
+        general = log_answers(method, _tensor(learnt.general), x)
     mine = np.flatnonzero(owner >= 0)
     if learnt.own is None or not len(mine):
         assert general is not None
@@ -124,7 +124,7 @@ def _log_predictions(learnt: Learnt, found: Resolved, x: Tensor, owner: NDArray[
     localized = x.new_empty(len(x), network.classes)
     for i in np.unique(owner[mine]):
         rows = torch.from_numpy(np.flatnonzero(owner == i))
-        localized[rows] = network.log_probabilities(_tensor(learnt.own[i]), x[rows])
+        localized[rows] = log_answers(method, _tensor(learnt.own[i]), x[rows])
     hyper = SimpleNamespace(**{name: _tensor(each[owner[mine]]) for name, each in learnt.numbers.items()})
     each = None if general is None else general[mine][:, None]
     personal = found.algorithm.predict(method, hyper, each, localized[mine][:, None])[:, 0]

@@ -1,0 +1,134 @@
+"""Colour images are predicted from themselves and their mirror images, by everything that predicts."""
+
+import numpy as np
+import pytest
+import torch
+
+from fedcpsl import prepare, simulate
+from fedcpsl.algorithm import log_answers, mean_of_both
+from fedcpsl.algorithms import fedcpsl2
+from fedcpsl.config import Run, Work, algorithm_settings
+from fedcpsl.data.federation import Federation
+from fedcpsl.evaluation import evaluate, own_models, prediction_numbers
+from fedcpsl.export.saved_run import load_saved_run, model_of_device
+from fedcpsl.federation.local_training import log_predictions
+from fedcpsl.federation.terms import terms_of
+from fedcpsl.sklearn import FedCPSLClassifier
+from tests.small_runs import answers_of, array_run, ask
+from tests.test_fedcpsl2 import make
+
+FORMATS = {"onnx": ".onnx", "torch": ".pt2", "safetensors": ".safetensors"}
+SETTINGS = {"algorithm__name": "fedcpsl2", "algorithm__eta": 0.05, "model__name": "mlp"}
+
+
+def images(channels=3, count=36, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (count, channels, 8, 8), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return array_run(tmp_path_factory.mktemp("images") / "run", images(), **SETTINGS)
+
+
+def test_the_mean_of_logits():
+    # logits (2, 0) and (0, 4): their mean is (1, 2)
+    one, other = (torch.log_softmax(torch.tensor(z), -1) for z in ([2.0, 0.0], [0.0, 4.0]))
+    assert mean_of_both(one, other).tolist() == pytest.approx(torch.log_softmax(torch.tensor([1.0, 2.0]), -1).tolist())
+
+
+def test_only_colour_images_are_turned():
+    settings = algorithm_settings("fedcpsl2")(eta=0.1)
+    method = make(settings).terms.method  # of tables
+    assert method.traits.both_ways
+    assert not method.both_ways
+    for name, expected in (("fedcpsl2-alone", True), ("fedcpsl2-prior", True), ("fedcpsl", False), ("fedavg", False)):
+        assert make(algorithm_settings(name)(name=name, eta=0.1)).terms.method.traits.both_ways == expected
+
+
+def test_a_mirror_image_has_the_same_answer(run):
+    saved = load_saved_run(run)
+    predict = model_of_device(saved, "0").predictor.predict
+    x = images(count=5, seed=1)
+    assert predict(x) == pytest.approx(predict(x[..., ::-1].copy()), abs=1e-6)
+    assert predict(x) != pytest.approx(predict(x[..., ::-1, :].copy()), abs=1e-3)
+
+
+def test_off_the_answer_depends_on_the_side(tmp_path):
+    saved = load_saved_run(array_run(tmp_path / "run", images(), **SETTINGS, algorithm__both_ways=False))
+    predict = model_of_device(saved, "0").predictor.predict
+    x = images(count=5, seed=1)
+    assert predict(x) != pytest.approx(predict(x[..., ::-1].copy()), abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("device", ["0", "global"])
+def test_exported_models_answer_as_the_run(run, tmp_path, capsys, kind, device):
+    if kind == "onnx":
+        pytest.importorskip("onnxruntime")
+    path, x = tmp_path / f"model{FORMATS[kind]}", images(count=5, seed=2)
+    code, _, err = ask(capsys, "export", run, "--device", device, "--format", kind, "--out", path)
+    assert (code, err) == (0, "")
+    np.savez(tmp_path / "new.npz", x=x)
+    _, out, _ = ask(capsys, "predict", path, tmp_path / "new.npz")
+    np.savez(tmp_path / "mirrored.npz", x=x[..., ::-1])
+    _, mirrored, _ = ask(capsys, "predict", path, tmp_path / "mirrored.npz")
+    expected = model_of_device(load_saved_run(run), device).predictor.predict(x)
+    for text in (out, mirrored):
+        assert answers_of(text) == pytest.approx(expected, abs=1e-5)
+
+
+def prepared(settings, executor="sequential"):
+    """Three devices with colour images."""
+    rng = np.random.default_rng(3)
+    y = np.arange(90) % 3
+    x = rng.normal(size=(90, 3, 8, 8)) + y[:, None, None, None]
+    federation = Federation.from_arrays(x, y, np.arange(90) // 3 % 3, labelled=0.5)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 3))
+    run = Run(executor=executor, processes=1, dtype="float64", device="cpu")
+    return prepare(federation, model, settings, Work(rounds=2, active=2), run)
+
+
+@pytest.mark.parametrize("executor", ["sequential", "vectorised"])
+def test_evaluation_turns_images_and_training_does_not(executor):
+    states = {}
+    for both in (True, False):
+        settings = fedcpsl2.Settings(eta=0.05, both_ways=both)
+        states[both] = list(simulate(prepared(settings, executor)))[-1]
+    assert torch.equal(states[True].server.theta, states[False].server.theta)
+    state, theta = states[True], states[True].server.theta
+    tests, method = state.setup.data.test, state.setup.terms.method_after(state.round)
+    found = evaluate(state).predictions
+    assert not torch.equal(found.personal, evaluate(states[False]).predictions.personal)
+    expected = mean_of_both(*(method.network.log_probabilities(theta, x) for x in (tests.x, tests.x.flip(-1))))
+    assert torch.allclose(found.general, expected, atol=1e-12)
+    own, rows = own_models(state, [1], theta)[0], tests.rows(1)
+    both = (log_answers(method, model, tests.x[rows])[:, None] for model in (theta, own))
+    expected = fedcpsl2.predict(method, prediction_numbers(state, [1]), *both)[:, 0]
+    assert torch.allclose(found.personal[rows], expected, atol=1e-12)
+
+
+def test_a_real_device_turns_images():
+    state = list(simulate(prepared(fedcpsl2.Settings(eta=0.05))))[-1]
+    terms, sent = terms_of(state.setup, 1), fedcpsl2.broadcast(state.server)
+    assert terms.method.both_ways
+    x = state.setup.data.test.x
+    answer = log_predictions(terms, sent, state.device(1), x)
+    assert torch.allclose(answer, log_predictions(terms, sent, state.device(1), x.flip(-1)), atol=1e-12)
+    rows = state.setup.data.test.rows(1)
+    assert torch.allclose(answer[rows], evaluate(state).predictions.personal[rows], atol=1e-12)
+
+
+def test_the_classifier_turns_images():
+    def rows(x):
+        return x.reshape(len(x), -1) / 255
+
+    x, device = images(count=48), np.arange(48) // 3 % 3
+    given = {"rounds": 2, "active": 2, "model": "mlp", "hidden": (6,), "standardise": False}
+    found = FedCPSLClassifier(eta=0.05, input_shape=(3, 8, 8), **given)
+    found.fit(rows(x), np.arange(48) % 3, device=device)
+    new = images(count=6, seed=5)
+    for whose in (device[:6], "global"):
+        answer = found.predict_proba(rows(new), device=whose)
+        assert answer == pytest.approx(found.predict_proba(rows(new[..., ::-1]), device=whose), abs=1e-6)
+        assert answer != pytest.approx(found.predict_proba(rows(new[..., ::-1, :]), device=whose), abs=1e-3)
