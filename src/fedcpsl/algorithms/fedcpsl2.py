@@ -104,9 +104,7 @@ class Settings:
     soft_weights: bool = choice(False, "weight pseudo-labels by their confidence instead of tau", True, False)
     teacher: str = choice("mixture", "the model whose predictions become pseudo-labels", *TEACHERS)
     views: str = choice("auto", "views of samples: by the shape of inputs", "auto", "image", "window", "table")
-    both_ways: bool = choice(
-        True, "predict a colour image from itself and its mirror image, the mean of both", True, False
-    )
+    both_ways: bool = choice(True, "predict a colour image from itself and its mirror image", True, False)
 
 
 class Rules(NamedTuple):
@@ -195,9 +193,8 @@ def resolve(variant: Traits, settings: Settings, _costs: Any) -> tuple[Traits, R
     """The views are the settings' own."""
     both = variant.models == 2
     judges_beta, judges_independence = settings.beta == HELD_OUT and both, settings.independence == AUTO and both
-    traits = variant._replace(
-        views=settings.views, both_ways=settings.both_ways, positions=judges_beta or judges_independence
-    )
+    positions = judges_beta or judges_independence
+    traits = variant._replace(views=settings.views, both_ways=settings.both_ways, positions=positions)
     return traits, Rules(
         settings.prior,
         settings.em_steps,
