@@ -1,5 +1,7 @@
 """Colour images are predicted from themselves and their mirror images, by everything that predicts."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -7,13 +9,16 @@ import torch
 from fedcpsl import prepare, simulate
 from fedcpsl.algorithm import log_answers, mean_of_both
 from fedcpsl.algorithms import fedcpsl2
-from fedcpsl.config import Run, Work, algorithm_settings
+from fedcpsl.config import Run, Work, algorithm_settings, new_config, saved_config
 from fedcpsl.data.federation import Federation
+from fedcpsl.deployment.job import explicit_job, job_terms, read_job
 from fedcpsl.evaluation import evaluate, own_models, prediction_numbers
+from fedcpsl.export.model_files import read_safetensors, safetensors_file
 from fedcpsl.export.saved_run import load_saved_run, model_of_device
 from fedcpsl.federation.local_training import log_predictions
-from fedcpsl.federation.terms import terms_of
+from fedcpsl.federation.terms import digest, terms_of
 from fedcpsl.sklearn import FedCPSLClassifier
+from fedcpsl.step_size import search_eta
 from tests.small_runs import answers_of, array_run, ask
 from tests.test_fedcpsl2 import make
 
@@ -77,16 +82,85 @@ def test_exported_models_answer_as_the_run(run, tmp_path, capsys, kind, device):
         assert answers_of(text) == pytest.approx(expected, abs=1e-5)
 
 
-def prepared(settings, executor="sequential"):
+def without_the_setting(text):
+    """A config as it was written before there was the setting."""
+    return "\n".join(line for line in text.splitlines() if not line.startswith("both_ways"))
+
+
+def test_a_saved_config_without_the_setting_means_what_it_meant():
+    values = {"algorithm.name": "fedcpsl2", "algorithm.eta": 0.1}
+    assert new_config(values).algorithm.both_ways
+    assert not saved_config(values).algorithm.both_ways
+    assert saved_config(values | {"algorithm.both_ways": True}).algorithm.both_ways
+    assert saved_config({}) == saved_config({"algorithm.name": "fedcpsl"})
+
+
+def test_runs_and_files_from_before_answer_as_they_did(tmp_path, capsys):
+    folder, old = tmp_path / "run", tmp_path / "old.safetensors"
+    array_run(folder, images(), **SETTINGS, algorithm__both_ways=False)
+    x = images(count=5, seed=1)
+    expected = model_of_device(load_saved_run(folder), "0").predictor.predict(x)
+    np.savez(tmp_path / "new.npz", x=x)
+    (folder / "config.toml").write_text(without_the_setting((folder / "config.toml").read_text()))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["config_sha256"], manifest["sha256"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert model_of_device(load_saved_run(folder), "0").predictor.predict(x) == pytest.approx(expected)
+
+    assert ask(capsys, "export", folder, "--device", "0", "--format", "safetensors", "--out", old)[0] == 0
+    manifest, tensors = read_safetensors(old.read_bytes(), old)
+    del manifest.config["algorithm"]["both_ways"]
+    old.write_bytes(safetensors_file(manifest, tensors))
+    assert answers_of(ask(capsys, "predict", old, tmp_path / "new.npz")[1]) == pytest.approx(expected, abs=1e-5)
+
+
+JOB = """
+[model]
+name = "mlp"
+[algorithm]
+name = "fedcpsl2"
+eta = 0.1
+[federation]
+shape = [3, 8, 8]
+classes = ["a", "b"]
+"""
+
+
+def test_a_new_job_has_the_setting_and_an_old_one_does_not():
+    new = explicit_job(JOB, "job.toml")
+    assert read_job(new, "job.toml").config.algorithm.both_ways
+    assert not read_job(without_the_setting(new), "job.toml").config.algorithm.both_ways
+    one, other = (job_terms(read_job(text, "job.toml")) for text in (new, without_the_setting(new)))
+    assert one.method.both_ways
+    assert not other.method.both_ways
+    assert digest(one) == digest(other)  # a server goes on with its state, and devices take its messages
+
+
+def colour_federation():
     """Three devices with colour images."""
     rng = np.random.default_rng(3)
     y = np.arange(90) % 3
     x = rng.normal(size=(90, 3, 8, 8)) + y[:, None, None, None]
-    federation = Federation.from_arrays(x, y, np.arange(90) // 3 % 3, labelled=0.5)
+    return Federation.from_arrays(x, y, np.arange(90) // 3 % 3, labelled=0.5)
+
+
+def linear():
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 3))
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 3))
+
+
+def prepared(settings, executor="sequential"):
     run = Run(executor=executor, processes=1, dtype="float64", device="cpu")
-    return prepare(federation, model, settings, Work(rounds=2, active=2), run)
+    return prepare(colour_federation(), linear(), settings, Work(rounds=2, active=2), run)
+
+
+def test_the_search_for_a_step_size_does_not_depend_on_it():
+    run = Run(processes=1, dtype="float64", device="cpu")
+    one, other = (
+        search_eta(colour_federation(), linear(), fedcpsl2.Settings(both_ways=both), Work(rounds=5, active=2), run)
+        for both in (True, False)
+    )
+    assert one.losses == other.losses
 
 
 @pytest.mark.parametrize("executor", ["sequential", "vectorised"])

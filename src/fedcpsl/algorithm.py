@@ -82,6 +82,11 @@ class Method(NamedTuple):
         """Whether a model's answer is the mean over an input and its mirror image."""
         return self.traits.both_ways and mirrored(self.network.input_shape)
 
+    @property
+    def one_way(self) -> "Method":
+        """The same method with predictions from the image alone, by which step sizes are searched."""
+        return self._replace(traits=self.traits._replace(both_ways=False))
+
 
 class Algorithm(Protocol):
     """The functions of an algorithm file; `VARIANTS` names the algorithms that it provides, each with its rules.

@@ -110,6 +110,13 @@ def _owner_or_nearest(key: str, own: Sequence[str]) -> str:
     return did_you_mean(key, own)
 
 
+def saved_config(values: Mapping[str, Any]) -> Config:
+    """The config of a file with all settings of its time: those that came later have the values that they then had."""
+    kind = algorithm_settings(str(values.get("algorithm.name", UNNAMED_ALGORITHM)))
+    before = {f"algorithm.{f.name}": f.metadata["before"] for f in fields(kind) if "before" in f.metadata}
+    return with_settings(Config(), before | dict(values))
+
+
 def new_config(values: Mapping[str, Any], algorithm: str = DEFAULT_ALGORITHM) -> Config:
     """The config of something new, of the default algorithm unless the values name one.
 

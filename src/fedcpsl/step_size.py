@@ -204,7 +204,8 @@ def _neighbour(job: SearchJob, setups: Mapping[int, Setup]) -> Setup | None:
 
 def _prepared(job: SearchJob, eta: float, beside: Setup | None) -> Setup:
     algorithm = replace(job.algorithm, eta=eta)
-    return prepare_with_step_size(job.federation, job.model, algorithm, job.work, job.run, job.costs, beside)
+    setup = prepare_with_step_size(job.federation, job.model, algorithm, job.work, job.run, job.costs, beside)
+    return setup._replace(terms=setup.terms._replace(method=setup.terms.method.one_way))
 
 
 def _short_runs(setups: Sequence[Setup], eta: float) -> list[tuple[float, int]]:

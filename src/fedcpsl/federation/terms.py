@@ -19,7 +19,8 @@ from fedcpsl.simulation import Setup
 from fedcpsl.trees import Tree, leaves, map_tensors
 
 # left out of digests where an algorithm has none: older jobs stay what they were
-LATER_TRAITS = ("follows", "views", "draws", "per_sample", "positions", "probe", "both_ways", "server_data")
+LATER_TRAITS = ("follows", "views", "draws", "per_sample", "positions", "probe", "server_data")
+NOT_AGREED = ("both_ways",)  # changes neither messages nor states
 
 
 class Terms(NamedTuple):
@@ -126,6 +127,11 @@ def terms_from(settings: Any, network: Network, work: WorkSettings, active: int)
     return _deployable(Terms(found.algorithm, found.method, hyper, warming, drawn), work.personal_rounds)
 
 
+def one_way(terms: Terms) -> Terms:
+    """Return the terms with predictions from an image alone, by which step sizes are searched."""
+    return terms._replace(method=terms.method.one_way)
+
+
 def _deployable(terms: Terms, personal_rounds: int) -> Terms:
     """Return the terms; InputError where they cannot run on real devices."""
     if terms.method.traits.alone:
@@ -146,7 +152,7 @@ def digest(terms: Terms) -> str:
         "traits": {
             name: _plain(trait)
             for name, trait in method.traits._asdict().items()
-            if name not in LATER_TRAITS or trait != Traits._field_defaults[name]
+            if name not in NOT_AGREED and (name not in LATER_TRAITS or trait != Traits._field_defaults[name])
         },
         "rules": _plain(method.rules),
         "hyper": {name: float(t) for name, t in terms.hyper._asdict().items() if name not in own},
