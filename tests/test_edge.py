@@ -355,7 +355,8 @@ def test_algorithms_that_allow_no_late_updates_are_refused():
     assert find_algorithm("fedcpsl")[0].late
 
 
-def test_the_correction_makes_the_mean_update_that_without_losses(tmp_path):
+@pytest.mark.parametrize("loss_rate", [0.0, 0.3])
+def test_the_correction_makes_the_mean_update_that_without_losses(tmp_path, loss_rate):
     """Over seeds, theta after a round of all devices less theta without losses has mean 0 with it, and not without."""
     names, where = small_federation().names, tmp_path / "where.csv"
     lines = [f"{name},{metres}\n" for name, metres in zip(names, (100, 1500, 1800, 2100, 2400), strict=True)]
@@ -366,7 +367,8 @@ def test_the_correction_makes_the_mean_update_that_without_losses(tmp_path):
     for seed in range(80):
         without_losses = list(simulate(make("fedcpsl", None, work=work, seed=seed)))[-1].server.theta
         for correction, found in differences.items():
-            state = list(simulate(make("fedcpsl", replace(edge, correction=correction), work=work, seed=seed)))[-1]
+            lossy, corrected = replace(work, loss_rate=loss_rate), replace(edge, correction=correction)
+            state = list(simulate(make("fedcpsl", corrected, work=lossy, seed=seed)))[-1]
             found.append((state.server.theta - without_losses).numpy())
     # 83 parameters and a count, 8 bytes each, in 0.1 s of 20 kHz: P_out in closed form
     bits, width, noise, power = 64 * 84, 2e4, 10 ** ((-174 + 5 - 30) / 10), 10 ** ((23 - 30) / 10)

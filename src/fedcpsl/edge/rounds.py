@@ -70,9 +70,13 @@ def play(
     *,
     bits_down: Numbers | None = None,
     lost_anyway: Flags | None = None,
+    loss_rate: float = 0.0,
     personal: bool = False,
 ) -> Played:
-    """What becomes of the drawn devices, given the steps that each was to make, and the state after the round."""
+    """What becomes of the drawn devices, given the steps that each was to make, and the state after the round.
+
+    `lost_anyway` has the uploads that are lost whatever the channel does, and `loss_rate` the chance of that.
+    """
     load, count = terms.personal_load if personal else terms.load, len(drawn.devices)
     bits = np.full(count, load.bits_down) if bits_down is None else bits_down
     lost = np.zeros(count, bool) if lost_anyway is None else lost_anyway
@@ -85,7 +89,8 @@ def play(
     weight = np.ones(count)
     if terms.settings.correction == "inverse":
         counted, late = ((records.outcome == kind).sum() for kind in (COUNTED, LATE))
-        weight = inverse_weight(records.outage, int(counted), count - int(late), terms.settings.correction_cap)
+        lost_chance = 1 - (1 - records.outage) * (1 - loss_rate)
+        weight = inverse_weight(lost_chance, int(counted), count - int(late), terms.settings.correction_cap)
     return _played(_booked(state, records._replace(staleness=np.zeros(count, np.int64)), seconds), records, weight)
 
 

@@ -6,10 +6,10 @@ from numpy.typing import NDArray
 from fedcpsl.edge.radio import Numbers
 
 
-def inverse_weight(outage: Numbers, counted: int, drawn: int, cap: float) -> Numbers:
-    """w_i = min(1 / (1 - P_out_i), cap) m_counted / m_drawn: N/m is then over the drawn; the two are unbiased."""
+def inverse_weight(lost_chance: Numbers, counted: int, drawn: int, cap: float) -> Numbers:
+    """w_i = min(1 / (1 - P_i), cap) m_counted / m_drawn: N/m is then over the drawn; the two are unbiased."""
     with np.errstate(divide="ignore"):
-        found: Numbers = np.minimum(1 / (1 - outage), cap) * counted / max(drawn, 1)
+        found: Numbers = np.minimum(1 / (1 - lost_chance), cap) * counted / max(drawn, 1)
     return found
 
 

@@ -162,6 +162,7 @@ def played(state: State, server: Tree, drawn: Drawn, plan: Sequence[DeviceRound]
         np.array([task.steps for task in plan], np.int64),
         bits_down=_bits_down(setup, server, plan) if state.round < terms.rounds else None,
         lost_anyway=np.array([task.lost for task in plan], bool),
+        loss_rate=terms.work.loss_rate,
         personal=state.round >= terms.rounds,
     )
     weights = np.ones(len(plan)) if setup.edge.semi_async else outcome.weight
