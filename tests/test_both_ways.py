@@ -1,6 +1,7 @@
 """Colour images are predicted from themselves and their mirror images, by everything that predicts."""
 
 import json
+from shutil import rmtree
 
 import numpy as np
 import pytest
@@ -9,9 +10,10 @@ import torch
 from fedcpsl import prepare, simulate
 from fedcpsl.algorithm import log_answers, mean_of_both
 from fedcpsl.algorithms import fedcpsl2
-from fedcpsl.config import Run, Work, algorithm_settings, new_config, saved_config
+from fedcpsl.config import Data, Run, Work, algorithm_settings, new_config, saved_config
 from fedcpsl.data.federation import Federation
-from fedcpsl.deployment.job import explicit_job, job_terms, read_job
+from fedcpsl.deployment.device_process import DeviceConfig, make_participant
+from fedcpsl.deployment.job import explicit_job, job_terms, read_job, trial_of
 from fedcpsl.evaluation import evaluate, own_models, prediction_numbers
 from fedcpsl.export.model_files import read_safetensors, safetensors_file
 from fedcpsl.export.saved_run import load_saved_run, model_of_device
@@ -19,7 +21,8 @@ from fedcpsl.federation.local_training import log_predictions
 from fedcpsl.federation.terms import digest, terms_of
 from fedcpsl.sklearn import FedCPSLClassifier
 from fedcpsl.step_size import search_eta
-from tests.small_runs import answers_of, array_run, ask
+from fedcpsl.views import mirrored
+from tests.small_runs import QUICK, answers_of, array_run, ask
 from tests.test_fedcpsl2 import make
 
 FORMATS = {"onnx": ".onnx", "torch": ".pt2", "safetensors": ".safetensors"}
@@ -39,6 +42,11 @@ def test_the_mean_of_logits():
     # logits (2, 0) and (0, 4): their mean is (1, 2)
     one, other = (torch.log_softmax(torch.tensor(z), -1) for z in ([2.0, 0.0], [0.0, 4.0]))
     assert mean_of_both(one, other).tolist() == pytest.approx(torch.log_softmax(torch.tensor([1.0, 2.0]), -1).tolist())
+
+
+@pytest.mark.parametrize(("shape", "turned"), [((3, 8, 8), True), ((1, 8, 8), False), ((3, 8), False), ((3,), False)])
+def test_only_three_channels_of_an_image_are_colours(shape, turned):
+    assert mirrored(shape) == turned
 
 
 def test_only_colour_images_are_turned():
@@ -101,10 +109,7 @@ def test_runs_and_files_from_before_answer_as_they_did(tmp_path, capsys):
     x = images(count=5, seed=1)
     expected = model_of_device(load_saved_run(folder), "0").predictor.predict(x)
     np.savez(tmp_path / "new.npz", x=x)
-    (folder / "config.toml").write_text(without_the_setting((folder / "config.toml").read_text()))
-    manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["config_sha256"], manifest["sha256"]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    made_before(folder)
     assert model_of_device(load_saved_run(folder), "0").predictor.predict(x) == pytest.approx(expected)
 
     assert ask(capsys, "export", folder, "--device", "0", "--format", "safetensors", "--out", old)[0] == 0
@@ -112,6 +117,41 @@ def test_runs_and_files_from_before_answer_as_they_did(tmp_path, capsys):
     del manifest.config["algorithm"]["both_ways"]
     old.write_bytes(safetensors_file(manifest, tensors))
     assert answers_of(ask(capsys, "predict", old, tmp_path / "new.npz")[1]) == pytest.approx(expected, abs=1e-5)
+
+
+def made_before(folder):
+    """A run's or a comparison's folder as it was before there was the setting."""
+    config = folder / "config.toml"
+    config.write_text(without_the_setting(config.read_text()))
+    for path in (folder / "manifest.json", folder / "comparison.json"):
+        if path.exists():
+            content = json.loads(path.read_text())
+            for name in ("sha256", "config_sha256"):
+                content.pop(name, None)
+            path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("base_too", [True, False])
+def test_runs_from_before_are_not_mixed_with_others(tmp_path, capsys, base_too):
+    """A sweep is gone on with as it began; where its config says otherwise, it is refused."""
+    np.savez(tmp_path / "images.npz", x=images(), y=np.arange(36) % 3, device=np.arange(36) // 3 % 3)
+    quick = [f"{key}={value}" for key, value in QUICK.items() if key not in ("model.hidden", "run.executor")]
+    asked = ["sweep", "--algorithm", "fedcpsl2", "--grid", "algorithm.tau=0.7,0.9", "--data", tmp_path / "images.npz"]
+    more = [word for each in quick for word in ("--set", each.replace("cpu", '"cpu"'))]
+    folder = tmp_path / "sweep"
+    assert ask(capsys, *asked, "--eta", "0.05", "--seeds", "1", "--model", "mlp", "--out", folder, *more)[0] == 0
+    one, other = sorted((folder / "runs").iterdir())
+    for each in [folder, one] if base_too else [one]:
+        made_before(each)
+    rmtree(other)
+    code, _, err = ask(capsys, "sweep", "--resume", folder)
+    if base_too:
+        assert code == 0
+        assert "both_ways = false" in (other / "config.toml").read_text()
+    else:
+        assert code == 2
+        assert "has algorithm.both_ways = false, where new runs have true: give another --out" in err
+        assert not other.exists()
 
 
 JOB = """
@@ -134,6 +174,15 @@ def test_a_new_job_has_the_setting_and_an_old_one_does_not():
     assert one.method.both_ways
     assert not other.method.both_ways
     assert digest(one) == digest(other)  # a server goes on with its state, and devices take its messages
+
+
+def test_a_device_judges_trials_by_the_image_alone(tmp_path):
+    np.savez(tmp_path / "ann.npz", x=images(), y=np.arange(36) % 2)
+    data = Data(dataset="own", file=str(tmp_path / "ann.npz"), partition="iid", devices=1, labelled=1.0)
+    config, text = DeviceConfig("ann", data, tmp_path / "ann"), JOB.replace('["a", "b"]', '["0", "1"]')
+    job = read_job(explicit_job(text, "job.toml"), "job.toml")
+    assert make_participant(config, job, "r").terms.method.both_ways
+    assert not make_participant(config, trial_of(job, 0.1, 2), "t").terms.method.both_ways
 
 
 def colour_federation():

@@ -2,18 +2,20 @@
 
 import gzip
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedcpsl.config import Data
+from fedcpsl.config import Config, Data
 from fedcpsl.data.federation import Federation
 from fedcpsl.data.sources import NAMED, digits, load_federation, resolve_auto
-from fedcpsl.data.split import LABELLED, TEST, UNLABELLED, by_classes
+from fedcpsl.data.split import LABELLED, TEST, UNLABELLED, by_classes, by_dirichlet, like_training
 from fedcpsl.errors import InputError
 from fedcpsl.models import mlp
+from fedcpsl.runs.comparison import Case, same_data
 from fedcpsl.simulation import prepare
 
 
@@ -193,6 +195,42 @@ def test_published_tests_are_the_tests_and_nothing_else_is(idx_folder, partition
         for device in range(5):
             own = federation.device == device
             assert set(federation.y[own & tests]) == set(federation.y[own & ~tests])
+
+
+def test_published_tests_are_divided_as_the_training_images_are():
+    y, owner = np.array([0] * 6 + [1] * 4 + [2]), np.array([0, 0, 0, 0, 1, 1, 1, 1, 1, 1, -1])
+    tests = np.array([0] * 3 + [1] * 2 + [2])
+    found = like_training(y, owner, tests, 3, seed=0)
+    assert sorted(found[:3].tolist()) == [0, 0, 1]  # four of device 0 and two of device 1
+    assert found[3:].tolist() == [1, 1, -1]  # a class of device 1 alone, and one that nobody holds
+    for seed in range(20):  # however unequal, a device with tests has training samples
+        y, tests = np.arange(200) % 10, np.arange(60) % 10
+        owner = by_dirichlet(y, 30, 0.05, seed)
+        given = like_training(y, owner, tests, 30, seed)
+        assert set(given) <= set(owner)
+        assert len(given) == 60
+
+
+def test_published_tests_of_another_size_are_refused(idx_folder):
+    write_idx(idx_folder / "mnist" / "t10k-images-idx3-ubyte.gz", np.zeros((60, 32, 32)))
+    write_idx(idx_folder / "mnist" / "t10k-labels-idx1-ubyte.gz", np.arange(60) % 10)
+    with pytest.raises(InputError, match=r"differ in size \(1 x 28 x 28 and 1 x 32 x 32\)"):
+        load_federation(Data(dataset="mnist", dir=str(idx_folder), test="published"), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("base", "given", "same"),
+    [
+        (0.2, {}, True),
+        (0.2, {"data.test": 0.1}, True),
+        (0.2, {"data.test": "published"}, False),
+        ("published", {}, True),
+        ("published", {"data.test": 0.1}, False),
+        (0.2, {"data.dataset": "mnist"}, False),
+    ],
+)
+def test_cases_share_their_samples_unless_one_has_the_published_tests(base, given, same):
+    assert same_data(replace(Config(), data=Data(test=base)), Case("one", given)) == same
 
 
 def test_published_tests_are_refused_where_there_are_none(idx_folder, tmp_path, monkeypatch):

@@ -260,7 +260,7 @@ def log_answers(method: Method, model: Tensor, x: Tensor) -> Tensor:
 
 
 def mean_of_both(log_h: Tensor, log_h_mirrored: Tensor) -> Tensor:
-    """Log-probabilities from the mean of the logits for an image and for its mirror image."""
+    """log h(x) = log softmax((z(x) + z(mirror image of x)) / 2), from the log-probabilities of both."""
     return torch.log_softmax((log_h + log_h_mirrored) / 2, -1)
 
 

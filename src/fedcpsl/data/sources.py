@@ -22,7 +22,19 @@ from fedcpsl.data.notes import note_roles
 from fedcpsl.data.ondemand import OnDemand, from_function
 from fedcpsl.data.readers import read_archive, read_image_folder, read_npz
 from fedcpsl.data.scaling import fixed_scaling
-from fedcpsl.data.split import LABELLED, ROLES, TEST, Shares, by_classes, by_dirichlet, by_quantity, by_shards, iid
+from fedcpsl.data.split import (
+    LABELLED,
+    ROLES,
+    TEST,
+    Owners,
+    Shares,
+    by_classes,
+    by_dirichlet,
+    by_quantity,
+    by_shards,
+    iid,
+    like_training,
+)
 from fedcpsl.data.tables import Columns, TableOptions, check_columns, is_table, read_table
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.schedule import stream
@@ -298,6 +310,9 @@ def _read_named(dataset: Dataset, folders: Sequence[Path], *, published_tests: b
         return source
     assert dataset.read_tests is not None
     tests = dataset.read_tests(folders)
+    if tests.x.shape[1:] != source.x.shape[1:]:
+        sizes = " and ".join(" x ".join(map(str, x.shape[1:])) for x in (source.x, tests.x))
+        raise InputError(f'data.test = "published": training and test images differ in size ({sizes})')
     return source._replace(
         x=np.concatenate([source.x, tests.x]),
         y=np.concatenate([source.y, tests.y]),
@@ -312,17 +327,28 @@ def assign_devices(source: Source, data: config.Data, seed: int) -> Source:
         if source.device is None:
             raise InputError(f"{data.file}: {NO_DEVICES}")
         return source
-    if data.partition == "iid":
-        owner = iid(len(y), n, seed)
-    elif data.partition == "quantity":
-        owner = by_quantity(len(y), n, data.concentration, seed)
-    elif data.partition == "dirichlet":
-        owner = by_dirichlet(y, n, data.concentration, seed)
-    elif data.partition == "shards":
-        owner = by_shards(y, n, data.shards_per_device, seed)
+    if data.test == PUBLISHED_TESTS and source.test is not None:
+        trained, tests = source.y[~source.test], source.y[source.test]
+        owner = np.empty(len(y), np.int64)
+        owner[~source.test] = _owners(trained, data, seed)
+        owner[source.test] = like_training(trained, owner[~source.test], tests, n, seed)
     else:
-        owner = by_classes(y, n, data.classes_per_device, seed)
+        owner = _owners(y, data, seed)
     return source._replace(device=owner, names=tuple(map(str, range(n))))
+
+
+def _owners(y: NDArray[np.int64], data: config.Data, seed: int) -> Owners:
+    """The device of every sample, by the partition that the settings name."""
+    n = data.devices
+    if data.partition == "iid":
+        return iid(len(y), n, seed)
+    if data.partition == "quantity":
+        return by_quantity(len(y), n, data.concentration, seed)
+    if data.partition == "dirichlet":
+        return by_dirichlet(y, n, data.concentration, seed)
+    if data.partition == "shards":
+        return by_shards(y, n, data.shards_per_device, seed)
+    return by_classes(y, n, data.classes_per_device, seed)
 
 
 def shares(data: config.Data) -> Shares:

@@ -98,6 +98,23 @@ def by_classes(y: NDArray[np.int64], devices: int, per_device: int, seed: int) -
     return owner
 
 
+def like_training(
+    y: NDArray[np.int64], owner: NDArray[np.int64], tests: NDArray[np.int64], devices: int, seed: int
+) -> Owners:
+    """Divide the test samples of each class among devices as its training samples are; -1 where nobody holds it.
+
+    `y` and `owner` are the classes and devices of training samples, `tests` the classes of test samples.
+    """
+    rng = stream(seed, "split", devices + 1)  # after those of the devices' roles
+    found = np.full(len(tests), -1, np.int64)
+    for c in np.unique(tests):
+        held = np.bincount(owner[(y == c) & (owner >= 0)], minlength=devices)
+        if held.any():
+            own = rng.permutation(np.flatnonzero(tests == c))
+            found[own] = np.repeat(np.arange(devices), _apportion(held / held.sum(), len(own)))
+    return found
+
+
 def _draw_classes(devices: int, per_device: int, classes: int, rng: np.random.Generator) -> NDArray[np.bool_]:
     """Draw which device holds which class, [devices, classes]: distinct within a device, classes equally often."""
     pieces = np.full(classes, devices * per_device // classes)

@@ -16,6 +16,7 @@ from fedcpsl.config import (
     other_algorithm_settings,
     read_config,
     read_own_config,
+    saved_config,
     setting,
     to_toml,
     with_settings,
@@ -23,7 +24,7 @@ from fedcpsl.config import (
 from fedcpsl.edge.settings import FILES as EDGE_FILES
 from fedcpsl.errors import InputError, RefusedError, did_you_mean
 from fedcpsl.runs import folder as run_folders
-from fedcpsl.settings import AUTO
+from fedcpsl.settings import AUTO, PUBLISHED_TESTS
 from fedcpsl.storage import new_folder, parse_json, read_json, sha256_of, to_json, write_whole
 
 PLAN = "comparison.json"
@@ -133,7 +134,8 @@ def check_plan(plan: Plan, may_leave_out: Collection[str] = ()) -> Checked:
         source = source or load_data(plan.base.data)
         alike = all(key.startswith(("algorithm.", "work.")) for key in case.settings)
         try:
-            built = build(without_search(config), source if same_data(case) else None, first if alike else ())
+            given = source if same_data(plan.base, case) else None
+            built = build(without_search(config), given, first if alike else ())
         except RefusedError as error:
             if plan.kind != "sweep" and case.name not in may_leave_out:
                 raise
@@ -200,7 +202,7 @@ def is_comparison(folder: Path) -> bool:
 def read_plan(folder: Path) -> Plan:
     """Read the plan that `create` wrote."""
     plan, _ = _read_plan(folder)
-    return plan._replace(base=with_settings(Config(), read_config(folder / "config.toml")))
+    return plan._replace(base=saved_config(read_config(folder / "config.toml")))
 
 
 def read_plan_to_show(folder: Path) -> Plan:
@@ -236,10 +238,11 @@ def run_folder(folder: Path, case: Case, seed: int) -> Path:
     return folder / "runs" / f"{safe}-seed{seed}"
 
 
-def same_data(case: Case) -> bool:
-    """Whether a case uses the samples of all other cases."""
-    reads = {f"data.{name}" for name in ("dataset", "file", "dir", "label", "device_column", "test_column", "test")}
-    return not reads & set(case.settings)
+def same_data(base: Config, case: Case) -> bool:
+    """Whether a case uses the samples that the base config names."""
+    reads = {f"data.{name}" for name in ("dataset", "file", "dir", "label", "device_column", "test_column")}
+    tests = {test == PUBLISHED_TESTS for test in (base.data.test, case.settings.get("data.test", base.data.test))}
+    return not reads & set(case.settings) and len(tests) == 1
 
 
 def summarise(folder: Path) -> dict[str, Any]:

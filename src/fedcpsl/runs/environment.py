@@ -208,7 +208,7 @@ def inspect_datasets(data_dir: str = "") -> list[Part]:
             parts.append(Part(name, "1,797 images of 8 x 8", "ships with scikit-learn", None))
             continue
         mend = f"fedcpsl data --dataset {name}"
-        size = sum(file.size for file in PUBLISHED.get(name, {}).values())
+        size = sum(file.size for kind, file in PUBLISHED.get(name, {}).items() if not kind.startswith("test"))
         purpose = (
             f"downloaded when first used, {size / 1e6:.0f} MB"
             if size

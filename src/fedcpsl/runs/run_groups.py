@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fedcpsl.config import Config, with_settings
+from fedcpsl.config import Config, values_before, with_settings
 from fedcpsl.data.federation import Source
-from fedcpsl.errors import RefusedError, RunError
+from fedcpsl.errors import InputError, RefusedError, RunError
 from fedcpsl.runs import folder as run_folders
 from fedcpsl.runs.comparison import Case, Plan, run_folder, same_data
 from fedcpsl.runs.experiment import (
@@ -30,7 +30,7 @@ from fedcpsl.runs.experiment import (
     start_together,
     without_search,
 )
-from fedcpsl.settings import SEARCH
+from fedcpsl.settings import SEARCH, toml_value
 from fedcpsl.simulation import prepare
 from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.tuning import runs_that_fit
@@ -45,6 +45,7 @@ class Planned(NamedTuple):
     seed: int
     folder: Path
     config: Config
+    same_data: bool  # whether it uses the samples that the plan's base config names
 
 
 Announce = Callable[[Sequence[Planned], int], Sequence[Watch]]  # a group of runs, and the number of runs done before
@@ -57,16 +58,17 @@ def run_all(folder: Path, plan: Plan, announce: Announce) -> bool:
     """
     with locked(folder):
         planned = [_planned(folder, plan, case, seed) for seed in plan.seeds for case in plan.cases]
+        _refuse_older_runs(planned)
         source: Source | None = None
         for group in started_groups(planned):
-            shared = all(same_data(run.case) for run in group)
+            shared = all(run.same_data for run in group)
             source = source or (load_data(plan.base.data) if shared else None)
             watches, given = announce(group, len(planned) - len(_unfinished(planned))), source if shared else None
             if not _run_to_end(group, partial(resume_together, [run.folder for run in group], watches, given)):
                 return False
         maximum = sys.maxsize
         while waiting := _unfinished(planned):
-            if source is None and same_data(waiting[0].case):
+            if source is None and waiting[0].same_data:
                 source = load_data(plan.base.data)
             done = len(planned) - len(waiting)
             try:
@@ -126,7 +128,7 @@ def _searched(alike: Sequence[Planned], maximum: int, source: Source | None) -> 
     together = alike[: _most_together(alike[0], maximum, source)]
     runs, loaded = [run for run in together if run.config.algorithm.eta == SEARCH], list[Loaded]()
     for run in runs:
-        loaded.append(load_run(run.config, source if same_data(run.case) else None, loaded))
+        loaded.append(load_run(run.config, source if run.same_data else None, loaded))
     try:
         found = search_step_sizes(loaded)
     except torch.OutOfMemoryError:
@@ -141,7 +143,7 @@ def _searched(alike: Sequence[Planned], maximum: int, source: Source | None) -> 
 
 def _most_together(first: Planned, maximum: int, source: Source | None) -> int:
     """Return how many runs like the first one go side by side; none where it is refused."""
-    config, federation, model = load_run(without_search(first.config), source if same_data(first.case) else None)
+    config, federation, model = load_run(without_search(first.config), source if first.same_data else None)
     try:
         setup = prepare(federation, model, config.algorithm, config.work, config.run, edge=config.edge)
     except RefusedError:
@@ -154,7 +156,7 @@ def _built(
 ) -> Experiment | None:
     """Build one run of a group; one that is refused is marked as failed, and the others go on without it."""
     try:
-        return build(run.config, source if same_data(run.case) else None, beside, search)
+        return build(run.config, source if run.same_data else None, beside, search)
     except RefusedError as error:
         run_folders.mark_refused(run.folder, run.config, f"refused: {error}")
         return None
@@ -177,13 +179,29 @@ def _run_to_end(group: Sequence[Planned], run: Callable[[], Sequence[Outcome]]) 
 
 def _planned(folder: Path, plan: Plan, case: Case, seed: int) -> Planned:
     config = with_settings(plan.base, case.settings | {"run.seed": seed})
-    return Planned(case, seed, run_folder(folder, case, seed), config)
+    return Planned(case, seed, run_folder(folder, case, seed), config, same_data(plan.base, case))
+
+
+def _refuse_older_runs(planned: Sequence[Planned]) -> None:
+    """Raise InputError for a run that was made before a setting existed, with another value than it has now."""
+    for run in planned:
+        later = values_before(run.config.algorithm)
+        if not later or not (run.folder / "config.toml").is_file():
+            continue
+        made = run_folders.read_run_config(run.folder).algorithm
+        for name in later:
+            had, has = getattr(made, name), getattr(run.config.algorithm, name)
+            if had != has:
+                raise InputError(
+                    f"{run.folder}: has algorithm.{name} = {toml_value(had)}, where new runs have {toml_value(has)}: "
+                    "give another --out, where all runs are made with the same settings"
+                )
 
 
 def _program(run: Planned) -> Any:
     """Return a key that is equal for runs of one group: the same model, kind of data, rounds and run settings."""
     config = run.config
-    reads = asdict(config.data) if not same_data(run.case) else None
+    reads = asdict(config.data) if not run.same_data else None
     rounds = config.work.rounds + config.work.personal_rounds
     return asdict(config.model), reads, rounds, asdict(replace(config.run, seed=0))
 
