@@ -1,8 +1,5 @@
 """Colour images are predicted from themselves and their mirror images, by everything that predicts."""
 
-import json
-from shutil import rmtree
-
 import numpy as np
 import pytest
 import torch
@@ -10,19 +7,19 @@ import torch
 from fedcpsl import prepare, simulate
 from fedcpsl.algorithm import log_answers, mean_of_both
 from fedcpsl.algorithms import fedcpsl2
-from fedcpsl.config import Data, Run, Work, algorithm_settings, new_config, saved_config
+from fedcpsl.config import Data, Run, Work, algorithm_settings
 from fedcpsl.data.federation import Federation
 from fedcpsl.deployment.device_process import DeviceConfig, make_participant
 from fedcpsl.deployment.job import explicit_job, job_terms, read_job, trial_of
-from fedcpsl.evaluation import evaluate, own_models, prediction_numbers
-from fedcpsl.export.model_files import read_safetensors, safetensors_file
+from fedcpsl.evaluation import _with_new_localized, evaluate, own_models, predict, prediction_numbers
 from fedcpsl.export.saved_run import load_saved_run, model_of_device
 from fedcpsl.federation.local_training import log_predictions
 from fedcpsl.federation.terms import digest, terms_of
+from fedcpsl.simulation import simulate_together
 from fedcpsl.sklearn import FedCPSLClassifier
 from fedcpsl.step_size import search_eta
 from fedcpsl.views import mirrored
-from tests.small_runs import QUICK, answers_of, array_run, ask
+from tests.small_runs import answers_of, array_run, ask
 from tests.test_fedcpsl2 import make
 
 FORMATS = {"onnx": ".onnx", "torch": ".pt2", "safetensors": ".safetensors"}
@@ -90,70 +87,6 @@ def test_exported_models_answer_as_the_run(run, tmp_path, capsys, kind, device):
         assert answers_of(text) == pytest.approx(expected, abs=1e-5)
 
 
-def without_the_setting(text):
-    """A config as it was written before there was the setting."""
-    return "\n".join(line for line in text.splitlines() if not line.startswith("both_ways"))
-
-
-def test_a_saved_config_without_the_setting_means_what_it_meant():
-    values = {"algorithm.name": "fedcpsl2", "algorithm.eta": 0.1}
-    assert new_config(values).algorithm.both_ways
-    assert not saved_config(values).algorithm.both_ways
-    assert saved_config(values | {"algorithm.both_ways": True}).algorithm.both_ways
-    assert saved_config({}) == saved_config({"algorithm.name": "fedcpsl"})
-
-
-def test_runs_and_files_from_before_answer_as_they_did(tmp_path, capsys):
-    folder, old = tmp_path / "run", tmp_path / "old.safetensors"
-    array_run(folder, images(), **SETTINGS, algorithm__both_ways=False)
-    x = images(count=5, seed=1)
-    expected = model_of_device(load_saved_run(folder), "0").predictor.predict(x)
-    np.savez(tmp_path / "new.npz", x=x)
-    made_before(folder)
-    assert model_of_device(load_saved_run(folder), "0").predictor.predict(x) == pytest.approx(expected)
-
-    assert ask(capsys, "export", folder, "--device", "0", "--format", "safetensors", "--out", old)[0] == 0
-    manifest, tensors = read_safetensors(old.read_bytes(), old)
-    del manifest.config["algorithm"]["both_ways"]
-    old.write_bytes(safetensors_file(manifest, tensors))
-    assert answers_of(ask(capsys, "predict", old, tmp_path / "new.npz")[1]) == pytest.approx(expected, abs=1e-5)
-
-
-def made_before(folder):
-    """A run's or a comparison's folder as it was before there was the setting."""
-    config = folder / "config.toml"
-    config.write_text(without_the_setting(config.read_text()))
-    for path in (folder / "manifest.json", folder / "comparison.json"):
-        if path.exists():
-            content = json.loads(path.read_text())
-            for name in ("sha256", "config_sha256"):
-                content.pop(name, None)
-            path.write_text(json.dumps(content))
-
-
-@pytest.mark.parametrize("base_too", [True, False])
-def test_runs_from_before_are_not_mixed_with_others(tmp_path, capsys, base_too):
-    """A sweep is gone on with as it began; where its config says otherwise, it is refused."""
-    np.savez(tmp_path / "images.npz", x=images(), y=np.arange(36) % 3, device=np.arange(36) // 3 % 3)
-    quick = [f"{key}={value}" for key, value in QUICK.items() if key not in ("model.hidden", "run.executor")]
-    asked = ["sweep", "--algorithm", "fedcpsl2", "--grid", "algorithm.tau=0.7,0.9", "--data", tmp_path / "images.npz"]
-    more = [word for each in quick for word in ("--set", each.replace("cpu", '"cpu"'))]
-    folder = tmp_path / "sweep"
-    assert ask(capsys, *asked, "--eta", "0.05", "--seeds", "1", "--model", "mlp", "--out", folder, *more)[0] == 0
-    one, other = sorted((folder / "runs").iterdir())
-    for each in [folder, one] if base_too else [one]:
-        made_before(each)
-    rmtree(other)
-    code, _, err = ask(capsys, "sweep", "--resume", folder)
-    if base_too:
-        assert code == 0
-        assert "both_ways = false" in (other / "config.toml").read_text()
-    else:
-        assert code == 2
-        assert "has algorithm.both_ways = false, where new runs have true: give another --out" in err
-        assert not other.exists()
-
-
 JOB = """
 [model]
 name = "mlp"
@@ -166,14 +99,12 @@ classes = ["a", "b"]
 """
 
 
-def test_a_new_job_has_the_setting_and_an_old_one_does_not():
-    new = explicit_job(JOB, "job.toml")
-    assert read_job(new, "job.toml").config.algorithm.both_ways
-    assert not read_job(without_the_setting(new), "job.toml").config.algorithm.both_ways
-    one, other = (job_terms(read_job(text, "job.toml")) for text in (new, without_the_setting(new)))
+def test_server_and_devices_need_not_agree_on_it():
+    texts = [JOB.replace("eta = 0.1", f"eta = 0.1\nboth_ways = {value}") for value in ("true", "false")]
+    one, other = (job_terms(read_job(explicit_job(text, "job.toml"), "job.toml")) for text in texts)
     assert one.method.both_ways
     assert not other.method.both_ways
-    assert digest(one) == digest(other)  # a server goes on with its state, and devices take its messages
+    assert digest(one) == digest(other)  # it changes neither messages nor states
 
 
 def test_a_device_judges_trials_by_the_image_alone(tmp_path):
@@ -198,9 +129,9 @@ def linear():
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 3))
 
 
-def prepared(settings, executor="sequential"):
+def prepared(settings, executor="sequential", beside=None):
     run = Run(executor=executor, processes=1, dtype="float64", device="cpu")
-    return prepare(colour_federation(), linear(), settings, Work(rounds=2, active=2), run)
+    return prepare(colour_federation(), linear(), settings, Work(rounds=2, active=2), run, beside=beside)
 
 
 def test_the_search_for_a_step_size_does_not_depend_on_it():
@@ -229,6 +160,19 @@ def test_evaluation_turns_images_and_training_does_not(executor):
     both = (log_answers(method, model, tests.x[rows])[:, None] for model in (theta, own))
     expected = fedcpsl2.predict(method, prediction_numbers(state, [1]), *both)[:, 0]
     assert torch.allclose(found.personal[rows], expected, atol=1e-12)
+
+
+def test_runs_side_by_side_turn_images_each_as_it_should():
+    first = prepared(fedcpsl2.Settings(eta=0.05), "vectorised")
+    setups = [first, prepared(fedcpsl2.Settings(eta=0.05, both_ways=False), "vectorised", first)]
+    assert setups[0].terms.method.network.module is setups[1].terms.method.network.module
+    history = list(simulate_together(setups))
+    for runs in ((0, 1), (1, 0)):
+        before, after = ([states[run] for run in runs] for states in (history[0], history[-1]))
+        expected = [predict(state, state.setup.data.test).localized for state in after]
+        earlier = [predict(state, state.setup.data.test) for state in before]
+        for found, each in zip(_with_new_localized(after, earlier), expected, strict=True):
+            assert torch.allclose(found.localized, each, atol=1e-12)
 
 
 def test_a_real_device_turns_images():

@@ -39,7 +39,7 @@ WIDE = {"run.dtype": "float32", "model.hidden": [200], "work.batch_labelled": 1,
 
 def planned(folder):
     config = with_settings(Config(), SETTINGS | WIDE)
-    return [Planned(Case(str(eta), {}), 1, folder / str(eta), config) for eta in WIDE_ETAS]
+    return [Planned(Case(str(eta), {}), 1, folder / str(eta), config, same_data=True) for eta in WIDE_ETAS]
 
 
 def members(folder, watch=lambda *_: None, etas=ETAS, **settings):

@@ -48,7 +48,7 @@ class Traits(NamedTuple):
     per_sample: tuple[str, ...] = ()  # fields of `Device` with a row for each unlabelled sample (`most_unlabelled`)
     positions: bool = False  # whether a step is told where its samples are among the device's (`Samples.which`)
     probe: Draw | None = None  # of what a second exchange of each round asks some devices about
-    both_ways: bool = False  # predicts an image from itself and its mirror image, where views mirror images
+    both_ways: bool = False  # predicts a colour image from itself and its mirror image
     server_data: bool = False  # its server learns from labelled samples of its own, which `receive` is then given
 
 

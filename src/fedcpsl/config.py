@@ -110,18 +110,6 @@ def _owner_or_nearest(key: str, own: Sequence[str]) -> str:
     return did_you_mean(key, own)
 
 
-def saved_config(values: Mapping[str, Any]) -> Config:
-    """The config of a file with all settings of its time: those that came later have the values that they then had."""
-    settings = _for_algorithm(Algorithm(), values.get("algorithm.name", UNNAMED_ALGORITHM))
-    before = {f"algorithm.{name}": value for name, value in values_before(settings).items()}
-    return with_settings(Config(), before | dict(values))
-
-
-def values_before(settings: Any) -> dict[str, Any]:
-    """The settings of an algorithm that came later than its first files, and what those mean."""
-    return {f.name: f.metadata["before"] for f in fields(settings) if "before" in f.metadata}
-
-
 def new_config(values: Mapping[str, Any], algorithm: str = DEFAULT_ALGORITHM) -> Config:
     """The config of something new, of the default algorithm unless the values name one.
 

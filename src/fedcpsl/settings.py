@@ -67,15 +67,12 @@ def whole(default: Any, help: str, low: int, *, also: Sequence[str] = ()) -> Any
     return setting_of(default, help, _or(f"a whole number of at least {low}", also), test)
 
 
-def choice(default: Any, help: str, *choices: Any, before: Any = None) -> Any:
-    """One of some values; `before` is what saved files without the setting mean, if not the default."""
-
+def choice(default: Any, help: str, *choices: Any) -> Any:
     def test(value: Any) -> bool:
         return any(value == choice and type(value) is type(choice) for choice in choices)
 
     words = [choice if isinstance(choice, str) else toml_value(choice) for choice in choices]
-    declared = setting_of(default, help, "one of " + ", ".join(map(toml_value, choices)), test, words)
-    return declared if before is None else field(default=default, metadata=declared.metadata | {"before": before})
+    return setting_of(default, help, "one of " + ", ".join(map(toml_value, choices)), test, words)
 
 
 def text(default: str, help: str) -> Any:

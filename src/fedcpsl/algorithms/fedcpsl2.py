@@ -104,7 +104,7 @@ class Settings:
     soft_weights: bool = choice(False, "weight pseudo-labels by their confidence instead of tau", True, False)
     teacher: str = choice("mixture", "the model whose predictions become pseudo-labels", *TEACHERS)
     views: str = choice("auto", "views of samples: by the shape of inputs", "auto", "image", "window", "table")
-    both_ways: bool = choice(True, "predict a colour image from itself and its mirror image", True, False, before=False)
+    both_ways: bool = choice(True, "predict a colour image from itself and its mirror image", True, False)
 
 
 class Rules(NamedTuple):

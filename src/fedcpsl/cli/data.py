@@ -34,6 +34,7 @@ def _data(parsed: argparse.Namespace) -> int:
 
     from fedcpsl.data.sources import assign_devices, load_federation, load_source, resolve_auto, split_bytes
     from fedcpsl.report.terminal import class_map, print_table, shown_devices, split_table
+    from fedcpsl.settings import PUBLISHED_TESTS
     from fedcpsl.storage import write_whole
 
     resolved, seed = resolve_auto(config.data), config.run.seed
@@ -51,7 +52,8 @@ def _data(parsed: argparse.Namespace) -> int:
         if resolved.split:
             raise InputError("--save: this split is saved already, in the file of data.split")
         write_whole(parsed.save, split_bytes(assign_devices(source, resolved, seed), federation))
-        print(f"saved    {parsed.save}; use it again with --set data.split={parsed.save}")
+        tests = f" --set data.test={PUBLISHED_TESTS}" if resolved.test == PUBLISHED_TESTS else ""
+        print(f"saved    {parsed.save}; use it again with --set data.split={parsed.save}{tests}")
     if parsed.picture:
         from fedcpsl.report.figures import split_picture
 

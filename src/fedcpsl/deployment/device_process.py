@@ -55,7 +55,6 @@ from fedcpsl.federation.messages import (
     unpack,
 )
 from fedcpsl.federation.privacy import Protection, stricter_protection
-from fedcpsl.federation.terms import one_way
 from fedcpsl.simulation.device_data import normalise
 from fedcpsl.step_size import NothingToHoldBackError, labels_held_back
 from fedcpsl.storage import make_folder, write_whole
@@ -135,7 +134,8 @@ def make_participant(config: DeviceConfig, job: Job, run: str) -> Participant:
     terms = job_terms(job)
     protection = stricter_protection(config.protection, job.protection)
     if job.trial:
-        federation, terms = _for_trial(federation, seed, judges=not protection.noise), one_way(terms)
+        federation = _for_trial(federation, seed, judges=not protection.noise)
+        terms = terms._replace(method=terms.method.one_way)
     local_data = local_data_from(federation, terms)
     make_folder(config.folder, private=True)
     folder = config.folder / run

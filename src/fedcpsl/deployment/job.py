@@ -1,9 +1,7 @@
 """A federation's job as a TOML file: a run's config, and [federation] with what a simulator would take from data."""
 
 import tomllib
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from math import isfinite, prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +13,7 @@ from torch import nn
 
 from fedcpsl.algorithm import optional
 from fedcpsl.algorithms import find_algorithm
-from fedcpsl.config import Config, flat_settings, new_config, saved_config, to_toml
+from fedcpsl.config import Config, flat_settings, new_config, to_toml
 from fedcpsl.data.federation import Source, parse_axes
 from fedcpsl.data.scaling import Scaling
 from fedcpsl.data.tables import columns_of_words, features_in_order
@@ -72,11 +70,8 @@ class Job(NamedTuple):
 
 
 def read_job(text: str, where: str) -> Job:
-    """Read a job that has all settings of its time.
-
-    Every setting is checked, also the model's size before any memory is allocated.
-    """
-    config, own = _sections(text, where, saved_config)
+    """Read a job from its text. Every setting is checked, also the model's size before any memory is allocated."""
+    config, own = _sections(text, where, UNNAMED_ALGORITHM)
     if ":" in config.model.name or config.model.name == AUTO:
         raise InputError(f"{where}: model.name = {config.model.name!r}: name a model of fedcpsl, for example mlp")
     shape, classes = own.get("shape"), own.get("classes")
@@ -114,7 +109,7 @@ def explicit_job(text: str, where: str, algorithm: str = UNNAMED_ALGORITHM) -> s
 
     `algorithm` is meant where the job names none.
     """
-    return _text(*_sections(text, where, partial(new_config, algorithm=algorithm)))
+    return _text(*_sections(text, where, algorithm))
 
 
 def explicit_step_size(text: str) -> bool:
@@ -128,19 +123,19 @@ def _text(config: Config, own: dict[str, Any]) -> str:
 
 def with_step_size(job: Job, eta: float) -> Job:
     """Return the job with another step size."""
-    config, own = _sections(job.text, "the job", saved_config)
+    config, own = _sections(job.text, "the job", UNNAMED_ALGORITHM)
     return read_job(_text(replace(config, algorithm=replace(config.algorithm, eta=eta)), own), "the job")
 
 
 def trial_of(job: Job, eta: float, rounds: int) -> Job:
     """Return a job that tries a step size for a few rounds."""
-    config, own = _sections(with_step_size(job, eta).text, "the job", saved_config)
+    config, own = _sections(with_step_size(job, eta).text, "the job", UNNAMED_ALGORITHM)
     short = replace(config, work=replace(config.work, rounds=rounds))
     return read_job(_text(short, own | {TRIAL_KEY: True, "attempts": TRIAL_ATTEMPTS}), "the trial")
 
 
-def _sections(text: str, where: str, config_of: Callable[[dict[str, Any]], Config]) -> tuple[Config, dict[str, Any]]:
-    """Return the config of a job and its section [federation]; `config_of` makes the config of what the job sets."""
+def _sections(text: str, where: str, algorithm: str) -> tuple[Config, dict[str, Any]]:
+    """Return the config of a job and its section [federation]; `algorithm` is meant where it names none."""
     if len(text) > MAX_TEXT_LENGTH:
         raise InputError(f"{where}: has {len(text)} characters; the maximum is {MAX_TEXT_LENGTH}")
     try:
@@ -159,7 +154,7 @@ def _sections(text: str, where: str, config_of: Callable[[dict[str, Any]], Confi
     if "edge" in content:
         raise InputError(f"{where}: [edge] is for simulations; real devices have networks of their own: leave it out")
     try:
-        return config_of(flat_settings(content, where)), own
+        return new_config(flat_settings(content, where), algorithm), own
     except InputError as error:
         raise InputError(str(error) if str(error).startswith(where) else f"{where}: {error}") from error
 

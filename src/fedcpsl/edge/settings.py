@@ -129,7 +129,7 @@ class Edge:
         0, "bits of an entry of an upload, rounded stochastically; 0: as it is", "a whole number from 0 to 16", _is_bits
     )
     correction: str = choice(
-        "none", "of the bias of lost uploads: inverse divides theta's terms by 1 - P_out", "none", "inverse"
+        "none", "of the bias of lost uploads: inverse divides theta's terms by the chance to arrive", "none", "inverse"
     )
     correction_cap: float = real(10.0, "the largest factor of that correction", 1, 1e6)
     clock: str = choice(

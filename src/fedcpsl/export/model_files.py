@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedcpsl.algorithm import optional
-from fedcpsl.config import saved_config
+from fedcpsl.config import Config, with_settings
 from fedcpsl.engine import Network
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.export import SUFFIXES
@@ -274,7 +274,7 @@ def algorithm_predict(manifest: ModelManifest, module: nn.Module) -> tuple[Predi
     predicts both ways.
     """
     values = {f"{part}.{key}": v for part in ("algorithm", "work") for key, v in manifest.config[part].items()}
-    config = saved_config(values)
+    config = with_settings(Config(), values)
     network = Network(module, torch.zeros(2, *manifest.input_shape), len(manifest.classes))
     found = resolved(config.algorithm, network, config.work)
     needed = optional(found.algorithm, "PREDICTS_WITH") or ()

@@ -127,11 +127,6 @@ def terms_from(settings: Any, network: Network, work: WorkSettings, active: int)
     return _deployable(Terms(found.algorithm, found.method, hyper, warming, drawn), work.personal_rounds)
 
 
-def one_way(terms: Terms) -> Terms:
-    """Return the terms with predictions from an image alone, by which step sizes are searched."""
-    return terms._replace(method=terms.method.one_way)
-
-
 def _deployable(terms: Terms, personal_rounds: int) -> Terms:
     """Return the terms; InputError where they cannot run on real devices."""
     if terms.method.traits.alone:

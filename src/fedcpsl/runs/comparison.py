@@ -16,7 +16,6 @@ from fedcpsl.config import (
     other_algorithm_settings,
     read_config,
     read_own_config,
-    saved_config,
     setting,
     to_toml,
     with_settings,
@@ -202,7 +201,7 @@ def is_comparison(folder: Path) -> bool:
 def read_plan(folder: Path) -> Plan:
     """Read the plan that `create` wrote."""
     plan, _ = _read_plan(folder)
-    return plan._replace(base=saved_config(read_config(folder / "config.toml")))
+    return plan._replace(base=with_settings(Config(), read_config(folder / "config.toml")))
 
 
 def read_plan_to_show(folder: Path) -> Plan:
@@ -241,8 +240,8 @@ def run_folder(folder: Path, case: Case, seed: int) -> Path:
 def same_data(base: Config, case: Case) -> bool:
     """Whether a case uses the samples that the base config names."""
     reads = {f"data.{name}" for name in ("dataset", "file", "dir", "label", "device_column", "test_column")}
-    tests = {test == PUBLISHED_TESTS for test in (base.data.test, case.settings.get("data.test", base.data.test))}
-    return not reads & set(case.settings) and len(tests) == 1
+    before, test = base.data.test, case.settings.get("data.test", base.data.test)
+    return not reads & set(case.settings) and (before == PUBLISHED_TESTS) == (test == PUBLISHED_TESTS)
 
 
 def summarise(folder: Path) -> dict[str, Any]:

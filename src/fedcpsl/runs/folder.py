@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcpsl.config import Config, read_config, read_own_config, saved_config, sections_of, to_toml
+from fedcpsl.config import Config, read_config, read_own_config, sections_of, to_toml, with_settings
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.storage import MAX_DIGITS, append_line, new_folder, parse_json, read_json, sha256_of, to_json, write_whole
 from fedcpsl.torchrun import way_on
@@ -76,7 +76,7 @@ def read_run_config(folder: Path) -> Config:
     if not (folder / "config.toml").is_file():
         raise InputError(f"{folder}: not a run's folder (it has no config.toml); give one that `fedcpsl run` made")
     _is_own_config(folder)
-    return saved_config(read_config(folder / "config.toml"))
+    return with_settings(Config(), read_config(folder / "config.toml"))
 
 
 def read_config_to_show(folder: Path) -> Config:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fedcpsl.config import Config, values_before, with_settings
+from fedcpsl.config import Config, with_settings
 from fedcpsl.data.federation import Source
-from fedcpsl.errors import InputError, RefusedError, RunError
+from fedcpsl.errors import RefusedError, RunError
 from fedcpsl.runs import folder as run_folders
 from fedcpsl.runs.comparison import Case, Plan, run_folder, same_data
 from fedcpsl.runs.experiment import (
@@ -30,7 +30,7 @@ from fedcpsl.runs.experiment import (
     start_together,
     without_search,
 )
-from fedcpsl.settings import SEARCH, toml_value
+from fedcpsl.settings import SEARCH
 from fedcpsl.simulation import prepare
 from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.tuning import runs_that_fit
@@ -58,7 +58,6 @@ def run_all(folder: Path, plan: Plan, announce: Announce) -> bool:
     """
     with locked(folder):
         planned = [_planned(folder, plan, case, seed) for seed in plan.seeds for case in plan.cases]
-        _refuse_older_runs(planned)
         source: Source | None = None
         for group in started_groups(planned):
             shared = all(run.same_data for run in group)
@@ -180,22 +179,6 @@ def _run_to_end(group: Sequence[Planned], run: Callable[[], Sequence[Outcome]]) 
 def _planned(folder: Path, plan: Plan, case: Case, seed: int) -> Planned:
     config = with_settings(plan.base, case.settings | {"run.seed": seed})
     return Planned(case, seed, run_folder(folder, case, seed), config, same_data(plan.base, case))
-
-
-def _refuse_older_runs(planned: Sequence[Planned]) -> None:
-    """Raise InputError for a run that was made before a setting existed, with another value than it has now."""
-    for run in planned:
-        later = values_before(run.config.algorithm)
-        if not later or not (run.folder / "config.toml").is_file():
-            continue
-        made = run_folders.read_run_config(run.folder).algorithm
-        for name in later:
-            had, has = getattr(made, name), getattr(run.config.algorithm, name)
-            if had != has:
-                raise InputError(
-                    f"{run.folder}: has algorithm.{name} = {toml_value(had)}, where new runs have {toml_value(has)}: "
-                    "give another --out, where all runs are made with the same settings"
-                )
 
 
 def _program(run: Planned) -> Any:

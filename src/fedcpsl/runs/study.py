@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedcpsl.config import Config, flat_settings, read_config, saved_config, to_toml, with_settings
+from fedcpsl.config import Config, flat_settings, read_config, to_toml, with_settings
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.runs.comparison import Case, Plan
 from fedcpsl.runs.experiment import with_absolute_paths
@@ -240,7 +240,7 @@ def run_plan(folder: Path, plan: Plan, announce: Announce) -> bool:
 
 def check_base(folder: Path, plan: Plan) -> None:
     """Raise InputError if a folder's runs have another base config, which their names do not show."""
-    before = saved_config(read_config(folder / "config.toml"))
+    before = with_settings(Config(), read_config(folder / "config.toml"))
     if _relevant_settings(before) != _relevant_settings(plan.base):
         changed = [k for k, v in _relevant_settings(plan.base).items() if _relevant_settings(before)[k] != v]
         raise InputError(f"{folder}: its runs have another {changed[0]}; give another --out, or the old settings")
