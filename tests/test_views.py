@@ -29,6 +29,7 @@ from fedcpsl.views import (
     shifted_in_time,
     viewed,
     views_for,
+    warped_images,
     with_noise,
     without_readings,
     without_square,
@@ -124,6 +125,41 @@ def test_images_are_shifted_and_their_edges_repeated():
     assert tuple(down_right) in found
     mirrored = {tuple(shifted_images(image, keys(400)[i : i + 1], 1, True).flatten().tolist()) for i in range(400)}
     assert len(mirrored) == 18
+
+
+def test_drawings_are_rotated_sheared_and_scaled_a_little():
+    """A pixel is read from where some affine map of bounded size takes it, rounded."""
+    row, column = torch.arange(21.0).view(1, 1, 21, 1).expand(1, 1, 21, 21), torch.arange(21.0).expand(1, 1, 21, 21)
+    where = torch.cat([row, column], 1).expand(400, 2, 21, 21)
+    moved = warped_images(where, keys(400), 1, 0.2) - 10  # from the middle, [images, row or column, row, column]
+    centre = moved[:, :, 10, 10]
+    assert centre.abs().max() == 1.0  # shifted by up to 1.5 pixels, rounded to an even number
+    assert len(centre.unique(dim=0)) == 9
+    right, down = moved[:, :, 10, 19] - centre, moved[:, :, 19, 10] - centre  # nine pixels to the right and down
+    turn = torch.atan2(right[:, 0], right[:, 1])
+    assert 0.15 < turn.abs().max() < 0.2 + 0.12  # and one pixel of rounding
+    assert turn.mean().abs() < 0.02
+    for length in (right.norm(dim=1), down.norm(dim=1)):
+        assert 9 * 0.88 - 1.5 < length.min() < 9 * 0.93
+        assert length.max() > 9 * 1.03  # the edge, which is repeated, cuts off the rest
+    assert torch.equal(warped_images(where, keys(400), 0, 0.0)[:, :, 1:-1, 1:-1], where[:, :, 1:-1, 1:-1])
+
+
+def test_photographs_are_mirrored_and_drawings_warped():
+    x = torch.randn(200, 1, 16, 16)
+    drawn, seen = (views_for("auto", (channels, 16, 16)) for channels in (1, 3))
+    for view in drawn:
+        moved = view(x, keys(200))
+        assert not any(torch.equal(a, b.flip(-1)) for a, b in zip(moved, x, strict=True))
+        assert (moved != x).flatten(1).any(1).all()
+    ones = torch.ones(1, 3, 16, 16) * torch.arange(16.0)
+    assert {bool(seen.weak(ones, keys(50)[i : i + 1])[0, 0, 0, 0] > 8) for i in range(50)} == {False, True}
+
+
+def test_large_drawings_have_fewer_maps(monkeypatch):
+    monkeypatch.setattr("fedcpsl.views.MAP_PIXELS", 70 * 12 * 12)
+    x = torch.randn(1, 12, 12).expand(3000, 1, 12, 12)
+    assert 60 < len(warped_images(x, keys(3000), 2, 0.3).unique(dim=0)) <= 70
 
 
 def test_contrast_keeps_the_mean_and_brightness_moves_it():
@@ -270,8 +306,12 @@ def test_axes_are_read_and_checked():
             parse_axes(wrong, 6)
 
 
-def test_small_images_are_not_shifted():
-    x, keys = torch.rand(5, 1, 8, 8), torch.arange(5)
-    assert torch.equal(views_for("auto", (1, 8, 8)).weak(x, keys), x)
-    x = torch.rand(5, 1, 28, 28)
-    assert not torch.equal(views_for("auto", (1, 28, 28)).weak(x, keys), x)
+def test_small_images_are_hardly_moved():
+    """A pixel of eight comes from one beside it at most in the middle, and seldom from farther away at the edge."""
+    row, column = torch.arange(8.0).view(1, 1, 8, 1).expand(1, 1, 8, 8), torch.arange(8.0).expand(1, 1, 8, 8)
+    where = torch.cat([row, column], 1)
+    weak = views_for("auto", (2, 8, 8)).weak(where.expand(300, 2, 8, 8), keys(300))
+    far = (weak - where).abs().amax(1)
+    assert far[:, 3:5, 3:5].max() <= 1
+    assert far.max() <= 2
+    assert (far == 0).float().mean() > 0.5

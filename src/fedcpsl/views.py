@@ -18,6 +18,8 @@ from fedcpsl.errors import InputError
 View = Callable[[Tensor, Tensor], Tensor]
 KINDS = ("image", "window", "table")
 STRONG = "strong "  # before a kind: no weak views
+WEAK_WARP, STRONG_WARP = 0.17, 0.35  # of drawings, in radians: ten and twenty degrees
+MOST_MAPS, FEWEST_MAPS, MAP_PIXELS = 1024, 64, 1 << 20  # of drawings: fewer for large images
 MOST_PIXEL_SOURCES = 1 << 18  # that are kept for all moves of an image; with more, those of each view are computed
 PLACE, SHADE, NOISE, TURN = range(4)  # streams of random numbers of one key
 
@@ -82,19 +84,23 @@ def mirrored(shape: tuple[int, ...]) -> bool:
 
 
 def image_views(shape: tuple[int, ...]) -> Views:
-    """Shifts, mirror images where there are colours; strong: contrast, brightness and a blank square too.
+    """Shifts, mirror images of photographs, warped drawings; strong: contrast, brightness and a blank square too.
 
-    Photographs, of three channels, shift by an eighth; drawings by less, and small ones not at all: a pixel of eight is
-    a stroke's width.
+    Photographs, of three channels, shift by an eighth; drawings, all other images, by less, and small ones not at all:
+    a pixel of eight is a stroke's width. A drawing has another meaning in a mirror, but not if it is a bit oblique.
     """
-    side, coloured = min(shape[1:]), mirrored(shape)
-    place = partial(shifted_images, most=side // 8 if coloured else max(0, (side - 8) // 8), mirror=coloured)
+    side = min(shape[1:])
+    moved = farther = partial(shifted_images, most=side // 8, mirror=True)
+    if not mirrored(shape):
+        moved, farther = (
+            partial(warped_images, most=max(0, (side - 8) // 8), warp=warp) for warp in (WEAK_WARP, STRONG_WARP)
+        )
     blank = max(1, side * 2 // 5)
 
     def strong(x: Tensor, keys: Tensor) -> Tensor:
-        return without_square(shaded(place(x, keys), keys, 0.6, 0.6), keys, blank)
+        return without_square(shaded(farther(x, keys), keys, 0.6, 0.6), keys, blank)
 
-    return Views(place, strong)
+    return Views(moved, strong)
 
 
 def window_views(shape: tuple[int, ...], axes: tuple[Axes, ...] = ()) -> Views:
@@ -164,6 +170,34 @@ def _pixel_sources(height: int, width: int, most: int, device: torch.device) -> 
     """Where each pixel is read from after every move down and across, [moves down * moves across, height * width]."""
     down, across = _sources(height, most, device)[: 2 * most + 1], _sources(width, most, device)
     return (down[:, None, :, None] * width + across[:, None, :]).flatten(2).flatten(0, 1)
+
+
+def warped_images(x: Tensor, keys: Tensor, most: int, warp: float) -> Tensor:
+    """Images [..., rows, channels, height, width], each moved by one of some affine maps, the edge repeated.
+
+    A map rotates by up to `warp` radians, shears and scales by up to 0.6 `warp`, shifts by up to `most` + 1/2 pixels.
+    """
+    height, width = x.shape[-2:]
+    maps = _affine_maps(height, width, most, warp, x.device)
+    at = maps[_whole(_uniform(keys, PLACE, 1, x)[..., 0], len(maps))]
+    return x.flatten(-2).gather(-1, at[..., None, :].expand(*x.shape[:-2], height * width)).view(x.shape)
+
+
+@lru_cache(maxsize=16)
+def _affine_maps(height: int, width: int, most: int, warp: float, device: torch.device) -> Tensor:
+    """Where each pixel is read from, the nearest one, by many random affine maps, [maps, height * width]."""
+    count = min(MOST_MAPS, max(MAP_PIXELS // (height * width), FEWEST_MAPS))
+    u = 2 * keyed_uniform(torch.arange(count), PLACE, 6).double() - 1
+    angle, shear, taller, wider, down, across = u.T[..., None]
+    cos, sin, oblique, shift = (warp * angle).cos(), (warp * angle).sin(), 0.6 * warp, most + 0.5
+    middle = (height - 1) / 2, (width - 1) / 2
+    pixel = torch.arange(height * width)
+    row, column = pixel // width - middle[0], pixel % width - middle[1]
+    from_row = (1 + oblique * taller) * (cos * row + sin * column) + shift * down
+    from_column = (1 + oblique * wider) * (cos * column - sin * row + oblique * shear * row) + shift * across
+    rows = (from_row + middle[0]).round().clamp(0, height - 1)
+    columns = (from_column + middle[1]).round().clamp(0, width - 1)
+    return (rows * width + columns).long().to(device)
 
 
 def shaded(x: Tensor, keys: Tensor, contrast: float, brightness: float) -> Tensor:
