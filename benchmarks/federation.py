@@ -33,7 +33,7 @@ JOB = """
 [federation]
 shape = [784]
 classes = ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]
-least = {devices}
+min_devices = {devices}
 deadline = 120
 [model]
 name = "mlp"

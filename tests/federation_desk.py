@@ -30,7 +30,7 @@ JOB = """
 [federation]
 shape = [64]
 classes = ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]
-least = {devices}
+min_devices = {devices}
 deadline = {deadline}
 
 [model]
@@ -59,7 +59,7 @@ class Desk:
         rounds: int,
         active: int,
         deadline: float = 60,
-        least: int = 0,
+        min_devices: int = 0,
         names: Sequence[str] = (),
         host: str = "127.0.0.1",
         settings: str = "",
@@ -67,7 +67,7 @@ class Desk:
         self.folder, self.names = folder, list(names) or [f"dev{i}" for i in range(devices)]
         self.address = f"127.0.0.1:{free_port()}"
         self.processes: dict[str, subprocess.Popen[str]] = {}
-        text = JOB.format(devices=least or devices, rounds=rounds, active=active, deadline=deadline)
+        text = JOB.format(devices=min_devices or devices, rounds=rounds, active=active, deadline=deadline)
         (folder / "job.toml").write_text(text.replace("[model]", f"{settings}\n[model]", 1))
         for i, name in enumerate(self.names):
             np.savez(folder / f"{name}.npz", **samples_of(i, devices))

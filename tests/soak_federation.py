@@ -33,7 +33,7 @@ def kill_something(desk: Desk, rng: random.Random, what: str) -> None:
 
 def odd_devices(folder: Path) -> None:
     """Devices that join late, leave for good, send NaN or another model's shapes, or whose disk is full."""
-    desk = Desk(folder, devices=7, rounds=10, active=5, deadline=30, least=5)
+    desk = Desk(folder, devices=7, rounds=10, active=5, deadline=30, min_devices=5)
     dev0, dev1, leaver, late, *odd = desk.names
     kinds = dict(zip(odd, ("nan", "shapes", "full"), strict=True))
     try:

@@ -24,7 +24,7 @@ from fedcpsl.deployment.device_process import (
     predictor,
     reason_to_decline,
 )
-from fedcpsl.deployment.job import MAX_PARAMETERS, job_terms, max_message_bytes, parameters_of, read_job
+from fedcpsl.deployment.job import MAX_PARAMETERS, explicit_job, job_terms, max_message_bytes, parameters_of, read_job
 from fedcpsl.deployment.serve import pause_after, run_rounds
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation import Message, predict
@@ -51,7 +51,7 @@ JOB = """
 [federation]
 shape = [6]
 classes = ["0", "1", "2"]
-least = 2
+min_devices = 2
 shift = 0.5
 scale = 2.0
 [model]
@@ -226,10 +226,13 @@ JOBS = {
     "two large layers": (JOB.replace("hidden = [5]", "hidden = [100000, 100000]"), "parameters"),
     "very many layers": (JOB.replace("hidden = [5]", f"hidden = {[5] * 5000}"), "parameters"),
     "a huge input": (JOB.replace("shape = [6]", "shape = [1000000, 1000000]"), "parameters"),
-    "an infinite deadline": (JOB.replace("least = 2", "least = 2\nbudget = inf"), "give a finite number"),
-    "a clip that is none": (JOB.replace("least = 2", "least = 2\nclip = nan"), "finite"),
+    "an infinite deadline": (JOB.replace("min_devices = 2", "min_devices = 2\nbudget = inf"), "give a finite number"),
+    "a clip that is none": (JOB.replace("min_devices = 2", "min_devices = 2\nclip = nan"), "finite"),
     "a huge seed": (JOB + f"[run]\nseed = {1 << 70}\n", "run.seed"),
-    "another aggregation": (JOB.replace("least = 2", 'least = 2\naggregation = "best"'), "give one of none, bounded"),
+    "another aggregation": (
+        JOB.replace("min_devices = 2", 'min_devices = 2\naggregation = "best"'),
+        "give one of none, bounded",
+    ),
     "a model to import": (JOB.replace('name = "mlp"', 'name = "os:system"'), "name a model of fedcpsl"),
 }
 
@@ -292,7 +295,7 @@ def test_an_instruction_larger_than_the_model_is_refused_before_it_is_read(tmp_p
 
 
 def test_robust_aggregation_turns_control_variates_off_on_both_sides():
-    text = JOB.replace("least = 2", 'least = 2\naggregation = "trimmed"')
+    text = JOB.replace("min_devices = 2", 'min_devices = 2\naggregation = "trimmed"')
     terms = job_terms(read_job(text, "job"))
     assert not terms.method.rules.parts.control_variates
     assert job_terms(read_job(JOB, "job")).method.rules.parts.control_variates
@@ -305,7 +308,9 @@ def test_noise_has_its_price_told(tmp_path):
     from scipy.stats import norm
 
     transport = Handlers({name: Handler(owner(tmp_path, name)) for name in ("ann", "bob")})
-    text = JOB.replace("least = 2", 'least = 2\nclip = 0.5\nnoise = 4.0\ndelta = 1e-4\naggregation = "none"')
+    text = JOB.replace(
+        "min_devices = 2", 'min_devices = 2\nclip = 0.5\nnoise = 4.0\ndelta = 1e-4\naggregation = "none"'
+    )
     transport.job = text
     states = list(run_rounds(transport, read_job(text, "job.toml"), tmp_path))
     assert [member.asked for member in states[-1].roster] == [2, 2]
@@ -346,13 +351,21 @@ def test_the_stricter_protection_holds():
     assert stricter_protection(Protection(0.5), Protection()) == Protection(0.5, 0.0)
 
 
+def test_a_job_of_version_0_1_names_the_minimum_of_devices_otherwise():
+    old, new = (explicit_job(JOB.replace("min_devices", name), "job.toml") for name in ("least", "min_devices"))
+    assert old == new
+    assert read_job(new, "job.toml").rules.min_devices == 2
+    with pytest.raises(InputError, match="least: no such setting"):
+        read_job(JOB.replace("min_devices = 2", "min_devices = 2\nleast = 3"), "job.toml")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (("least = 2", "noise = 1.0"), "give clip too"),
+        (("min_devices = 2", "noise = 1.0"), "give clip too"),
         (("[federation]", "[federaton]"), "needs a section"),
-        (("least = 2", "leest = 2"), "did you mean 'least'"),
-        (("least = 2", 'least = "2"'), "give a number"),
+        (("min_devices = 2", "min_device = 2"), "did you mean 'min_devices'"),
+        (("min_devices = 2", 'min_devices = "2"'), "give a number"),
         (("shape = [6]", "shape = 6"), "give the sizes of one input"),
         (('["0", "1", "2"]', '["0", "0"]'), "give the names of at least two"),
         (("scale = 2.0", "scale = 0.0"), "scale above 0"),
@@ -451,7 +464,7 @@ def test_a_device_keeps_the_states_of_some_runs_only(tmp_path, monkeypatch, capl
 
 
 def test_what_the_server_writes_cannot_steer_a_terminal(tmp_path, caplog):
-    text = JOB.replace("least = 2", 'least = 2\n"lea\\u001B[2Jst" = 3')
+    text = JOB.replace("min_devices = 2", 'min_devices = 2\n"lea\\u001B[2Jst" = 3')
     said = answer_to(Handler(owner(tmp_path)), {"run": "r", "round": 0, "attempt": 0}, text).header
     assert said["kind"] == REFUSAL
     assert "\x1b" not in caplog.text

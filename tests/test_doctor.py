@@ -52,9 +52,9 @@ def test_data_sets_are_found_where_runs_find_them(tmp_path, monkeypatch):
         write_idx(tmp_path / "mnist" / f"train-{kind}-ubyte", np.zeros(shape))
     found = {part.name: part for part in inspect_datasets(str(tmp_path))}
     assert found["mnist"].found == str(tmp_path / "mnist")
-    assert found["mnist"].mend is None
+    assert found["mnist"].fix is None
     assert found["fashion-mnist"].found is None
-    assert found["fashion-mnist"].mend == "fedcpsl data --dataset fashion-mnist"
+    assert found["fashion-mnist"].fix == "fedcpsl data --dataset fashion-mnist"
     assert found["digits"].found
     (tmp_path / "cache" / "cifar10" / "cifar-10-batches-bin").mkdir(parents=True)
     for number in range(1, 6):
@@ -80,14 +80,14 @@ def test_what_is_missing_comes_with_its_command(monkeypatch):
     flower, tables = inspect_extras()
     for part, extra in ((flower, "flower"), (tables, "tables")):
         assert part.found is None
-        assert "-m pip install" in part.mend
-        assert f"[{extra}]" in part.mend
+        assert "-m pip install" in part.fix
+        assert f"[{extra}]" in part.fix
     able = environment.able({"accelerators": [], "usable_cores": 2}, [flower, tables])
     assert able["your own tables"] == "no, needs the extra tables"
     monkeypatch.setattr(environment.shutil, "which", lambda name, **_: "/apt" if name == "apt-get" else None)
-    mends = {part.name: part.mend for part in inspect_programs()}
-    assert mends["git"] == "sudo apt-get install git"
-    assert "[flower]" in mends["flower-superlink"]
+    fixes = {part.name: part.fix for part in inspect_programs()}
+    assert fixes["git"] == "sudo apt-get install git"
+    assert "[flower]" in fixes["flower-superlink"]
 
 
 def test_an_estimate_is_of_the_right_order(tmp_path, monkeypatch):

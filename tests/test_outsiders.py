@@ -36,7 +36,7 @@ JOB = """
 [federation]
 shape = [64]
 classes = ["k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7", "k8", "k9"]
-least = 2
+min_devices = 2
 deadline = 120
 [model]
 name = "mlp"

@@ -40,7 +40,7 @@ JOB = """
 [federation]
 shape = [6]
 classes = ["0", "1", "2"]
-least = 2
+min_devices = 2
 
 [model]
 name = "mlp"
@@ -225,9 +225,9 @@ def test_noise_or_the_owner_keep_a_device_from_judging(tmp_path):
             ('eta = "search"', ""),
             'a server has no samples to choose a step size with; give a number .* or eta = "search"',
         ),
-        (("least = 2", "least = 2\nclip = 1.0\nnoise = 0.5"), "devices would send losses without noise"),
-        (("least = 2", "least = 2\ntrial = true"), "trial: leave it out"),
-        (("least = 2", "least = 2\ntrial = 1"), "job.toml: .federation. trial = 1: leave it out"),
+        (("min_devices = 2", "min_devices = 2\nclip = 1.0\nnoise = 0.5"), "devices would send losses without noise"),
+        (("min_devices = 2", "min_devices = 2\ntrial = true"), "trial: leave it out"),
+        (("min_devices = 2", "min_devices = 2\ntrial = 1"), "job.toml: .federation. trial = 1: leave it out"),
         (('"search"', '"serach"'), 'job.toml: algorithm.eta = "serach"'),
     ],
 )

@@ -78,14 +78,14 @@ def test_the_page_and_its_news_are_for_this_machine_alone(run, tmp_path, watchin
     assert status == 200
     assert "No round is finished yet" in page
     first = json.loads(watch.get("data.json")[1])
-    assert first["told"]["live"] is True
+    assert first["data"]["live"] is True
     assert watch.get(f"data.json?since={first['told']['version']}") == (204, "")
     with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
         file.write(later[0] + later[1][:20])  # a line, and one that is being written
     news = json.loads(watch.get(f"data.json?since={first['told']['version']}")[1])
-    assert news["told"]["state"] == "round 1 of 3"
-    assert news["told"]["over"] is False
-    assert news["told"]["charts"]["accuracy"]["series"][0]["x"] == [0, 1]
+    assert news["data"]["state"] == "round 1 of 3"
+    assert news["data"]["over"] is False
+    assert news["data"]["charts"]["accuracy"]["series"][0]["x"] == [0, 1]
     assert "Accuracy by round" in news["parts"]["accuracy"]
     port = int(watch.address.rsplit(":", 1)[1].strip("/"))
     assert watch.address == f"http://127.0.0.1:{port}/"
@@ -168,7 +168,7 @@ def test_a_real_run_is_watched(tmp_path, watching):
         seen = set()
         while len(seen) < 2:
             assert time.monotonic() < end
-            seen.add(json.loads(watch.get("data.json")[1])["told"]["state"])
+            seen.add(json.loads(watch.get("data.json")[1])["data"]["state"])
             time.sleep(0.2)
         assert watch.end()[0] == 0
         assert running.poll() is None  # the run did not notice

@@ -37,7 +37,7 @@ def _doctor(parsed: argparse.Namespace) -> int:
     extras, programs = environment.inspect_extras(), environment.inspect_programs()
     datasets = environment.inspect_datasets(config.data.dir if config else "")
     gpu = environment.idle_gpu()
-    missing = [part for part in (*([gpu] if gpu else []), *extras, *programs, *datasets) if part.mend]
+    missing = [part for part in (*([gpu] if gpu else []), *extras, *programs, *datasets) if part.fix]
     able = environment.able(machine, extras)
     content: dict[str, Any] = {
         "machine": machine,
@@ -62,7 +62,7 @@ def _doctor(parsed: argparse.Namespace) -> int:
     if absent:
         if not parsed.json:
             why = f"  {absent.name} is missing ({absent.purpose}), so there is no estimate; get it with:"
-            print("this run", why, f"    {absent.mend}", sep="\n")
+            print("this run", why, f"    {absent.fix}", sep="\n")
         return _end(content | {"estimate": None}, parsed.json, 1)
     assert estimated
     experiment, found = estimated
@@ -80,7 +80,7 @@ def _estimate(
     from fedcpsl.runs.estimate import estimate
 
     name = resolve_auto(config.data).dataset
-    absent = next((part for part in datasets if part.name == name and part.mend), None)
+    absent = next((part for part in datasets if part.name == name and part.fix), None)
     return (absent, None) if absent else (None, estimate(config))
 
 
@@ -134,7 +134,7 @@ def _print_machine(machine: Mapping[str, Any]) -> None:
 
 def _print_missing(missing: Iterable["Part"]) -> None:
     """Print each missing part and, on a line of its own, the command that installs it."""
-    lines = [line for part in missing for line in (f"  {part.name}: {part.purpose}", f"    {part.mend}")]
+    lines = [line for part in missing for line in (f"  {part.name}: {part.purpose}", f"    {part.fix}")]
     print("missing, if you want it", *(lines or ["  nothing"]), "", sep="\n")
 
 

@@ -21,7 +21,7 @@ shape = [64]
 classes = ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]
 shift = 4.88
 scale = 6.02
-least = {devices}
+min_devices = {devices}
 deadline = 60
 
 [model]

@@ -32,12 +32,13 @@ from fedcpsl.trees import bytes_of
 
 RULE_KEYS: dict[str, type] = {
     "deadline": float,
-    "least": int,
+    "min_devices": int,
     "quorum": int,
     "over_sampling": float,
     "budget": float,
     "attempts": int,
 }
+RENAMED_KEYS = {"least": "min_devices"}  # since version 0.1
 LIMIT_KEYS: dict[str, type] = {
     "bound": float,
     "trim": float,
@@ -147,6 +148,8 @@ def _sections(text: str, where: str, algorithm: str) -> tuple[Config, dict[str, 
     own = content.pop("federation", None)
     if not isinstance(own, dict):
         raise InputError(f"{where}: needs a section [federation] with shape and classes")
+    renamed = {old: new for old, new in RENAMED_KEYS.items() if new not in own}
+    own = {renamed.get(key, key): value for key, value in own.items()}
     known = [*RULE_KEYS, *LIMIT_KEYS, "aggregation", *DATA_KEYS, *PRIVACY_KEYS]
     for key in own:
         if key not in (*known, TRIAL_KEY):
@@ -210,8 +213,8 @@ def _rules(config: Config, own: dict[str, Any], where: str) -> RoundRules:
     given, limits = _numbers(RULE_KEYS, own, where), Limits(**_numbers(LIMIT_KEYS, own, where))
     limits = limits._replace(aggregation=own.get("aggregation", limits.aggregation))
     check_limits(limits)
-    given["min_devices"] = given.pop("least", config.work.active if isinstance(config.work.active, int) else 2)
-    always = {"rounds": config.work.rounds, "seed": config.run.seed, "deadline": 600.0}
+    active = config.work.active if isinstance(config.work.active, int) else 2
+    always = {"rounds": config.work.rounds, "seed": config.run.seed, "deadline": 600.0, "min_devices": active}
     return RoundRules(**always | given, limits=limits)
 
 

@@ -498,7 +498,7 @@ def _check_rules(terms: Terms, rules: RoundRules) -> None:
     if rules.quorum < 0 or (rules.quorum > asked and not terms.method.traits.everyone):
         raise InputError(f"quorum = {rules.quorum}: {asked} devices are asked in a round; give 0 to {asked}")
     if rules.min_devices < 1 or rules.deadline <= 0 or rules.rounds < 1 or rules.attempts < 1:
-        raise InputError("least, rounds, attempts and deadline: give at least 1, and more than 0 seconds")
+        raise InputError("min_devices, rounds, attempts and deadline: give at least 1, and more than 0 seconds")
     check_limits(rules.limits)
     if rules.limits.aggregation in COORDINATE_WISE and keeps_sums(terms):
         raise InputError(

@@ -238,7 +238,7 @@ def _handler(load: Callable[[], PageState]) -> type[BaseHTTPRequestHandler]:
             elif since == page.version:
                 self._reply(HTTPStatus.NO_CONTENT, "application/json", "")
             else:
-                self._reply(HTTPStatus.OK, "application/json", script_json({"parts": page.sections, "told": page.data}))
+                self._reply(HTTPStatus.OK, "application/json", script_json({"parts": page.sections, "data": page.data}))
 
         def _has_local_host(self) -> bool:
             """Return whether the Host header is this machine's: a guard against DNS rebinding by other sites."""

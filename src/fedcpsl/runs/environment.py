@@ -131,7 +131,7 @@ class Part(NamedTuple):
     name: str
     purpose: str
     found: str | None
-    mend: str | None
+    fix: str | None
 
 
 def inspect_machine() -> dict[str, Any]:
@@ -173,8 +173,8 @@ def idle_gpu() -> Part | None:
     if not tool or torch.cuda.is_available():
         return None
     if torch.version.cuda is None:
-        mend = f"{_pip()} install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"
-        return Part("GPU", "this PyTorch is for processors only", None, mend)
+        fix = f"{_pip()} install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"
+        return Part("GPU", "this PyTorch is for processors only", None, fix)
     return Part("GPU", f"PyTorch is built for CUDA {torch.version.cuda}, and the driver does not respond", None, tool)
 
 
@@ -207,7 +207,7 @@ def inspect_datasets(data_dir: str = "") -> list[Part]:
         if name == "digits":
             parts.append(Part(name, "1,797 images of 8 x 8", "ships with scikit-learn", None))
             continue
-        mend = f"fedcpsl data --dataset {name}"
+        fix = f"fedcpsl data --dataset {name}"
         size = sum(file.size for kind, file in PUBLISHED.get(name, {}).items() if not kind.startswith("test"))
         purpose = (
             f"downloaded when first used, {size / 1e6:.0f} MB"
@@ -215,12 +215,12 @@ def inspect_datasets(data_dir: str = "") -> list[Part]:
             else "not downloaded: copy it into your data folder"
         )
         if name == "har":
-            mend = "mkdir -p data/har && cp har_windows.npz data/har/ && export FEDCPSL_DATA=$PWD/data"
+            fix = "mkdir -p data/har && cp har_windows.npz data/har/ && export FEDCPSL_DATA=$PWD/data"
         try:
             where = find_dataset(name, folders)
         except InputError as error:
             where, purpose = None, str(error)
-        parts.append(Part(name, purpose, str(where) if where else None, None if where else mend))
+        parts.append(Part(name, purpose, str(where) if where else None, None if where else fix))
     return [*parts, Part("synthetic", "made on demand", "needs no file", None)]
 
 

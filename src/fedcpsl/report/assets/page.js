@@ -218,7 +218,7 @@
   updateAll();
 
   function replace(reply) {
-    data = reply.told;
+    data = reply.data;
     for (const [id, html] of Object.entries(reply.parts)) {
       const part = document.getElementById(id);
       if (part && part.dataset.had !== html) {
