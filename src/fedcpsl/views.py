@@ -19,7 +19,7 @@ View = Callable[[Tensor, Tensor], Tensor]
 KINDS = ("image", "window", "table")
 STRONG = "strong "  # before a kind: no weak views
 WEAK_WARP, STRONG_WARP = 0.17, 0.35  # of drawings, in radians: ten and twenty degrees
-MOST_MAPS, FEWEST_MAPS, MAP_PIXELS = 1024, 64, 1 << 20  # of drawings: fewer for large images
+MOST_MAPS, FEWEST_MAPS, MAP_PIXELS = 256, 64, 1 << 20  # of drawings: fewer for large images
 MOST_PIXEL_SOURCES = 1 << 18  # that are kept for all moves of an image; with more, those of each view are computed
 PLACE, SHADE, NOISE, TURN = range(4)  # streams of random numbers of one key
 
@@ -141,6 +141,11 @@ def _whole(u: Tensor, count: int) -> Tensor:
     return (u * count).to(torch.int64).clamp_max(count - 1)
 
 
+def _looked_up(table: Tensor, at: Tensor) -> Tensor:
+    """table[at]; faster on a CPU."""
+    return table.index_select(0, at.flatten()).view(*at.shape, *table.shape[1:])
+
+
 @lru_cache(maxsize=64)
 def _sources(size: int, most: int, device: torch.device) -> Tensor:
     """Where each of `size` places is read from after a move by -most to most places, the edge repeated; then mirrored.
@@ -158,7 +163,7 @@ def shifted_images(x: Tensor, keys: Tensor, most: int, mirror: bool) -> Tensor:
     move = _whole(u[..., :2], moves)
     across = move[..., 1] + moves * (u[..., 2] < 0.5) if mirror else move[..., 1]
     if moves * 2 * moves * height * width <= MOST_PIXEL_SOURCES:
-        at = _pixel_sources(height, width, most, x.device)[move[..., 0] * 2 * moves + across]
+        at = _looked_up(_pixel_sources(height, width, most, x.device), move[..., 0] * 2 * moves + across)
     else:
         row, column = _sources(height, most, x.device)[move[..., 0]], _sources(width, most, x.device)[across]
         at = (row[..., :, None] * width + column[..., None, :]).flatten(-2)
@@ -179,7 +184,7 @@ def warped_images(x: Tensor, keys: Tensor, most: int, warp: float) -> Tensor:
     """
     height, width = x.shape[-2:]
     maps = _affine_maps(height, width, most, warp, x.device)
-    at = maps[_whole(_uniform(keys, PLACE, 1, x)[..., 0], len(maps))]
+    at = _looked_up(maps, _whole(_uniform(keys, PLACE, 1, x)[..., 0], len(maps)))
     return x.flatten(-2).gather(-1, at[..., None, :].expand(*x.shape[:-2], height * width)).view(x.shape)
 
 
@@ -216,7 +221,7 @@ def without_square(x: Tensor, keys: Tensor, side: int) -> Tensor:
 
 def _near(u: Tensor, size: int, count: int, x: Tensor) -> Tensor:
     """1 for the places of a dimension that are among `count` around a random one, else 0; [..., rows, size]."""
-    return _neighbours(size, count, x.device, x.dtype)[_whole(u, size)]
+    return _looked_up(_neighbours(size, count, x.device, x.dtype), _whole(u, size))
 
 
 @lru_cache(maxsize=64)
@@ -229,7 +234,8 @@ def _neighbours(size: int, count: int, device: torch.device, dtype: torch.dtype)
 
 def shifted_in_time(x: Tensor, keys: Tensor, most: int) -> Tensor:
     """Windows [..., rows, channels, time] shifted by up to `most` readings."""
-    at = _sources(x.shape[-1], most, x.device)[_whole(_uniform(keys, PLACE, 1, x)[..., 0], 2 * most + 1)]
+    move = _whole(_uniform(keys, PLACE, 1, x)[..., 0], 2 * most + 1)
+    at = _looked_up(_sources(x.shape[-1], most, x.device), move)
     return x.gather(-1, at[..., None, :].expand(x.shape))
 
 
