@@ -5,6 +5,7 @@ import pytest
 from PIL import Image
 
 from fedcpsl.config import Data
+from fedcpsl.data.readers import read_images
 from fedcpsl.data.sources import load_federation
 from fedcpsl.data.split import UNLABELLED
 from fedcpsl.errors import InputError
@@ -54,6 +55,57 @@ def test_training_on_images_from_the_command_line(folder):
     done = fedcpsl("run", "--data", "photos", "--rounds", "2", "--out", "a", cwd=folder.parent)
     assert done.returncode == 0, done.stderr
     assert 'name = "cnn"' in (folder.parent / "a" / "config.toml").read_text()
+
+
+def test_images_of_any_size_are_scaled_and_new_ones_alike(folder):
+    picture(folder / "ann" / "day" / "wide.png", 250, size=(60, 20))
+    done = fedcpsl("run", "--data", "photos", "--rounds", "2", "--out", "a", cwd=folder.parent)
+    assert done.returncode == 2
+    assert "wide.png: is 60 x 20 where" in done.stderr
+    assert "or give --set data.image_size=64" in done.stderr
+    with Image.open(folder / "bob" / "night" / "0.png") as image:
+        image.resize((33, 70)).save(folder / "bob" / "night" / "0.png")
+    federation = load_federation(Data(file=str(folder), image_size=16), seed=0)
+    assert federation.x.shape == (27, 1, 16, 16)
+    done = fedcpsl(
+        "run",
+        "--data",
+        "photos",
+        "--rounds",
+        "2",
+        "--set",
+        "data.image_size=16",
+        "--eta",
+        "0.05",
+        "--out",
+        "a",
+        cwd=folder.parent,
+    )
+    assert done.returncode == 0, done.stderr
+    new = folder.parent / "new" / "me" / "day" / "1.png"
+    picture(new, 230, size=(100, 31))
+    done = fedcpsl("predict", "a", "new/me/day/1.png", "--device", "ann", cwd=folder.parent)
+    assert done.returncode == 0, done.stderr
+    for i in range(3):
+        picture(new.with_name(f"{i}.png"), 220 + i, size=(90, 30 + i))
+        picture(folder.parent / "new" / "me" / "night" / f"{i}.png", 20 + i, size=(31 + i, 41))
+    done = fedcpsl("adapt", "a", "--data", "new", "--name", "me", "--rounds", "2", cwd=folder.parent)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_middle_of_an_image_is_kept(tmp_path):
+    pixels = np.zeros((4, 12), np.uint8)
+    pixels[:, 4:8] = 200
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    assert read_images([tmp_path / "a.png"], (2, 2)).min() > 180  # 67 if it were all of the image
+
+
+def test_large_images_are_noted(folder, caplog):
+    for path in folder.rglob("*.png"):
+        picture(path, 9, size=(120, 100))
+    with caplog.at_level("WARNING", "fedcpsl"):
+        load(folder)
+    assert "photos: images of 120 x 100 pixels take much time and memory; --set data.image_size=64" in caplog.text
 
 
 def broken_image(folder):

@@ -112,6 +112,8 @@ def test_what_does_not_fit_is_one_clear_line(name, shape, words):
         ((3, 16, 16), "own", "cnn"),
         ((3, 15, 16), "own", "mlp"),
         ((3, 16, 15), "own", "mlp"),
+        ((3, 64, 64), "own", "cnn"),
+        ((1, 40, 200), "own", "resnet8"),
         ((), "own", "mlp"),
         ((2, 20, 20, 20), "own", "mlp"),
     ],

@@ -18,6 +18,7 @@ from fedcpsl.errors import InputError
 from fedcpsl.simulation import prepare, simulate
 
 from .conftest import small_federation, small_model
+from .small_runs import ask
 
 QUICK = ["--rounds", "2", "--devices", "4", "--active", "2", "--set", "model.hidden=[8]", "--set", "run.processes=1"]
 QUICK += ["--set", "algorithm.name=fedcpsl"]
@@ -108,6 +109,16 @@ def test_sixteen_bits_per_pixel_are_kept_apart(tmp_path):
         folder.mkdir(parents=True, exist_ok=True)
         Image.fromarray(np.full((8, 8), value, np.uint16)).save(folder / f"{i}.png")
     assert np.unique(read_image_folder(tmp_path).x).tolist() == [3, 116, 237]
+
+
+def test_a_single_device_is_a_federation_too(tmp_path, monkeypatch, capsys):
+    y = np.arange(60) % 3
+    np.savez(tmp_path / "one.npz", x=np.random.default_rng(0).normal(size=(60, 4)) + y[:, None], y=y, device=0 * y)
+    monkeypatch.chdir(tmp_path)
+    code, out, err = ask(capsys, "run", "--data", "one.npz", "--rounds", "2", "--eta", "0.05", "--out", "a")
+    assert (code, err) == (0, "")
+    assert "of 1 devices" not in out
+    assert ask(capsys, "export", "a", "--device", "0", "--format", "safetensors", "--out", "a.safetensors")[0] == 0
 
 
 def test_everybody_takes_part_in_fedshvr_after_joining():

@@ -20,6 +20,7 @@ from fedcpsl.settings import AUTO, toml_value
 NAMES = ("mlp", "cnn", "resnet8", "cnn1d", "logistic")
 _OF_THE_PAPER = {"mnist": "mlp", "fashion-mnist": "mlp", "cifar10": "cnn"}
 _CNN_LEAST = 16  # pixels a side: two 5 x 5 convolutions and two halvings leave one
+_CNN_MOST = 64 * 64  # pixels: its hidden layer grows with them, to 5 million parameters here
 _RESNET_LEAST = 8
 
 
@@ -31,7 +32,9 @@ def choose_model(name: str, shape: Sequence[int], dataset: str) -> str:
         return _OF_THE_PAPER[dataset]
     if len(shape) == 2:
         return "cnn1d"
-    return "cnn" if len(shape) == 3 and min(shape[1:]) >= _CNN_LEAST else "mlp"
+    if len(shape) != 3 or min(shape[1:]) < _CNN_LEAST:
+        return "mlp"
+    return "cnn" if prod(shape[1:]) <= _CNN_MOST else "resnet8"
 
 
 def make_model(name: str, hidden: Sequence[int], shape: Sequence[int], classes: int) -> nn.Module:

@@ -127,6 +127,11 @@ class Data:
     missing_labels: str = choice(
         "unlabelled", "labels such as NA, null, none, ? and unknown: no label, or a class", "unlabelled", "class"
     )
+    image_size: int = whole(
+        0,
+        "pixels a side to which the images of a folder are scaled, oblong ones by their middle; 0: as they are",
+        0,
+    )
     devices: int = whole(20, "number of devices among which data without devices of its own is divided", 1)
     partition: str = choice(
         AUTO,

@@ -300,7 +300,8 @@ def _pieces(tensor: "Tensor | SelectedRows") -> Iterator[Any]:
         for rows in tensor.rows.split(step):
             yield from _pieces(tensor.tensor.index_select(0, rows))
     else:
-        yield tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+        flat = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))  # one number may have any stride
+        yield flat.view(torch.uint8).numpy().data
 
 
 def _with_release(pieces: Iterable[Any], release: Callable[[], None] | None) -> Iterator[Any]:

@@ -264,7 +264,8 @@ def _adapt(parsed: argparse.Namespace) -> int:
         fix = "give another --out" if parsed.out else "give another --name, or --out FOLDER"
         raise InputError(f"{folder}: exists already; {fix}")
     label, test = parsed.label or run.config.data.label, run.config.data.test_share or Data().test
-    data = Data(dataset="own", file=str(parsed.data.absolute()), label=label, labelled=1.0, test=test)
+    file, side = str(parsed.data.absolute()), run.config.data.image_size
+    data = Data(dataset="own", file=file, image_size=side, label=label, labelled=1.0, test=test)
     rounds = rounds_of_a_device(run) if parsed.rounds is None else parsed.rounds
     adapted = adapt(run, data, parsed.name, rounds)
     write_adapted(adapted, run, folder)

@@ -21,6 +21,7 @@ MISSING = ("na", "nan", "n/a", "null", "none", "?", "unknown")  # texts that mea
 OUTLIER = 1e6  # times the usual magnitude
 SAMPLED_ROWS = 4096
 MAX_NAMED = 3
+LARGE_IMAGE = 96  # pixels a side
 MANY = 20  # classes or devices
 _TEST = re.compile(r"(is_?)?(test|train|valid|validation|split|fold|subset)(_set)?", re.I)
 _ID = re.compile(r"(.*[_ ])?(id|uuid|guid|index|idx|row|row_?n(umber|o)?|key)|unnamed: \d+", re.I)
@@ -113,6 +114,16 @@ def note_inputs(where: str, x: NDArray[Any], features: Sequence[str] = ()) -> No
         note(
             f"{where}: an input has shape {list(x.shape[1:])}, read as {x.shape[1]} channels of {x.shape[2]} times; if "
             f"it is {x.shape[1]} times of {x.shape[2]} channels, give x.transpose(0, 2, 1)"
+        )
+
+
+def note_images(where: str, size: Sequence[int]) -> None:
+    """Log images that are larger than the models here are made for."""
+    height, width = size
+    if min(height, width) > LARGE_IMAGE:
+        note(
+            f"{where}: images of {width} x {height} pixels take much time and memory; --set data.image_size=64 scales "
+            "them to 64 x 64 when they are read"
         )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcpsl.data.federation import Source, array_source, natural_key
-from fedcpsl.data.notes import note_classes, note_inputs, track
+from fedcpsl.data.notes import note_classes, note_images, note_inputs, track
 from fedcpsl.errors import InputError
 
 IMAGE_FILES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".gif")
@@ -67,17 +67,19 @@ def read_npz(path: Path, *, devices_needed: bool) -> Source:
     return source
 
 
-def read_image_folder(folder: Path) -> Source:
+def read_image_folder(folder: Path, side: int = 0) -> Source:
     """Read device/label/*.png, and device/unlabelled/ for images without a label.
 
-    Images are bytes [samples, channels, height, width]: one channel if all are grey, else three.
+    Images are bytes [samples, channels, height, width]: one channel if all are grey, else three. They are scaled to
+    squares of `side` pixels, if it is given.
     """
     files = _image_files(folder)
     devices = sorted({device for device, _, _ in files}, key=natural_key)
     classes = sorted({label for _, label, _ in files if label not in UNLABELLED_FOLDERS}, key=natural_key)
     if not classes:
         raise InputError(f"{folder}: no image has a label; put some into {folder}/DEVICE/LABEL/")
-    images = read_images([path for _, _, path in files])
+    images = read_images([path for _, _, path in files], (side, side) if side else None)
+    note_images(folder.name, images.shape[2:])
     class_number = {name: i for i, name in enumerate(classes)}
     device_number = {name: i for i, name in enumerate(devices)}
     return Source(
@@ -106,15 +108,15 @@ def _image_files(folder: Path) -> list[tuple[str, str, Path]]:
     return files
 
 
-def read_images(paths: list[Path]) -> NDArray[np.uint8]:
-    """Read images of one size as bytes [samples, 1 or 3, height, width]."""
-    pixels = [_pixels(path) for path in track(paths, "reading images")]
+def read_images(paths: list[Path], size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
+    """Read images of one size as bytes [samples, 1 or 3, height, width], or of any, scaled to a height and width."""
+    pixels = [_pixels(path, size) for path in track(paths, "reading images")]
     shape = pixels[0].shape[:2]
     for path, image in zip(paths, pixels, strict=True):
         if image.shape[:2] != shape:
             raise InputError(
                 f"{path}: is {image.shape[1]} x {image.shape[0]} where {paths[0]} is {shape[1]} x {shape[0]}; "
-                "make all images the same size"
+                "make all images the same size, or give --set data.image_size=64"
             )
     grey = all(image.ndim == 2 for image in pixels)
     stacked = np.empty((len(pixels), 1 if grey else 3, *shape), np.uint8)
@@ -123,17 +125,19 @@ def read_images(paths: list[Path]) -> NDArray[np.uint8]:
     return stacked
 
 
-def _pixels(path: Path) -> NDArray[np.uint8]:
-    """Read one image: grey ones as [height, width], others as [height, width, 3]."""
-    from PIL import Image, UnidentifiedImageError
+def _pixels(path: Path, size: tuple[int, int] | None) -> NDArray[np.uint8]:
+    """Read one image: grey ones as [height, width], others as [height, width, 3]; its middle, scaled to a size."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
         with Image.open(path) as image:
-            if image.mode.startswith("I"):  # 16 bits per pixel, which Pillow would clip at 255
-                return (np.asarray(image).clip(0, 65535) // 257).astype(np.uint8)
             if image.mode == "F":
                 raise ValueError("its pixels are floating-point numbers")
-            return np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
+            if image.mode.startswith("I"):  # 16 bits per pixel, which Pillow would clip at 255
+                plain = Image.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8))
+            else:
+                plain = image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
+            return np.asarray(plain if size is None else ImageOps.fit(plain, size[::-1]))
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise InputError(f"{path}: not a readable image ({error}); replace or remove it") from error
 

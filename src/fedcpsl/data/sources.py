@@ -287,7 +287,7 @@ def _read_source(data: config.Data) -> Source:
         return _read_named(NAMED[data.dataset], data_folders(data.dir), published_tests=data.test == PUBLISHED_TESTS)
     path = Path(data.file)
     if path.is_dir():
-        return read_image_folder(path)
+        return read_image_folder(path, data.image_size)
     if is_table(path):
         if not path.exists():
             raise InputError(f"{path}: no such file")

@@ -191,7 +191,8 @@ def _images(path: Path, manifest: ModelManifest) -> NewSamples:
     found = sorted(each for each in path.rglob("*") if each.suffix.lower() in IMAGE_FILES) if path.is_dir() else [path]
     if not found:
         raise InputError(f"{path}: has no images ({', '.join(IMAGE_FILES)})")
-    x, channels = read_images(found), manifest.input_shape[0]
+    scaled = bool(manifest.config.get("data", {}).get("image_size"))
+    x, channels = read_images(found, manifest.input_shape[1:] if scaled else None), manifest.input_shape[0]
     if x.shape[1] > channels:
         raise InputError(f"{path}: has coloured images where the model's are grey; convert them")
     x = x if x.shape[1] == channels else np.repeat(x, channels, 1)  # grey as colour, as in training

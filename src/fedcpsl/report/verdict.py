@@ -147,7 +147,8 @@ def verdicts(folder: Path) -> list[str]:
     pairs = _pairs_with_global(devices)
     found = [verdict("the personal models", "the global one", [pairs], USE_GLOBAL)]
     if pairs and not found[0] and any(row["localized"] for row in devices):
-        found = [f"the personal models are as accurate as the global one on each of {len(pairs)} devices"]
+        where = f"each of {len(pairs)} devices" if len(pairs) > 1 else "the one device with tests"
+        found = [f"the personal models are as accurate as the global one on {where}"]
     path = folder / "alone" / "devices.csv"
     if path.exists():
         pairs = _pairs_with_alone(devices, read_device_table(path))
