@@ -111,6 +111,11 @@ def test_devices_alone_have_the_better_of_pseudo_labels_and_labels_alone(monkeyp
     assert (given.name, given.eta, given.lambda_u) == ("fedcpsl2-alone", 0.1, 1.0)
 
 
+def test_zero_has_no_sign():
+    pairs = [[(0.5, 0.5), (0.5, 0.5), (0.5, 0.5001)]]
+    assert ": 0.0 points over 3 devices (95 % interval 0.0 to 0.0)" in verdict("one", "other", pairs, "")
+
+
 def test_a_run_says_it(tmp_path, monkeypatch, capsys):
     """With all classes on every device one global model learns more than personal ones do."""
     monkeypatch.chdir(tmp_path)

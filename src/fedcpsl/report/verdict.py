@@ -202,8 +202,8 @@ def _compare_with_others(first: CaseSummary, others: Sequence[CaseSummary]) -> l
         if half is None:
             continue
         kind = BETTER if lead - half > 0 else WORSE if lead + half < 0 else EQUAL
-        short = f"{100 * lead:+.1f}, {100 * (lead - half):+.1f} to {100 * (lead + half):+.1f}"
-        full = f"{100 * lead:+.1f} points, {_interval(100 * lead, 100 * half)}"
+        short = f"{_signed(100 * lead)}, {_signed(100 * (lead - half))} to {_signed(100 * (lead + half))}"
+        full = f"{_signed(100 * lead)} points, {_interval(100 * lead, 100 * half)}"
         kinds[kind].append(f"{case['name']} ({short if kinds[kind] else full})")
         if kind == WORSE and case["personal"]["mean"] > best["personal"]["mean"]:
             best = case
@@ -276,10 +276,10 @@ def verdict(one: str, other: str, groups: Sequence[Pairs], advice: str) -> str:
     count, mean = len(devices), fmean(samples)
     on = f"better on {sum(d > 0 for d in devices)} of {count} devices, worse on {sum(d < 0 for d in devices)}"
     if len(samples) < 2:
-        return f"{one} and {other}: {mean:+.1f} points on one device; one device is not enough for an interval"
+        return f"{one} and {other}: {_signed(mean)} points on one device; one device is not enough for an interval"
     half = half_width(samples)
     over = f"{len(samples)} {'seeds' if len(each) > 1 else 'devices'}"
-    facts = f"{mean:+.1f} points over {over} ({_interval(mean, half)}), {on}"
+    facts = f"{_signed(mean)} points over {over} ({_interval(mean, half)}), {on}"
     if mean - half > 0:
         return f"{one} are better than {other}: {facts}"
     if mean + half < 0:
@@ -288,7 +288,12 @@ def verdict(one: str, other: str, groups: Sequence[Pairs], advice: str) -> str:
 
 
 def _interval(mean: float, half: float) -> str:
-    return f"95 % interval {mean - half:+.1f} to {mean + half:+.1f}"
+    return f"95 % interval {_signed(mean - half)} to {_signed(mean + half)}"
+
+
+def _signed(points: float) -> str:
+    """Return points with their sign; zero has none."""
+    return f"{points:+.1f}" if round(points, 1) else "0.0"
 
 
 def half_width(values: Sequence[float]) -> float:
