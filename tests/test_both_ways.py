@@ -43,7 +43,7 @@ def test_the_mean_of_logits():
 
 @pytest.mark.parametrize(("shape", "turned"), [((3, 8, 8), True), ((1, 8, 8), False), ((3, 8), False), ((3,), False)])
 def test_only_three_channels_of_an_image_are_colours(shape, turned):
-    assert mirrored(shape) == turned
+    assert mirrored("auto", shape) == mirrored("image", shape) == turned
 
 
 def test_only_colour_images_are_turned():
@@ -63,8 +63,9 @@ def test_a_mirror_image_has_the_same_answer(run):
     assert predict(x) != pytest.approx(predict(x[..., ::-1, :].copy()), abs=1e-3)
 
 
-def test_off_the_answer_depends_on_the_side(tmp_path):
-    saved = load_saved_run(array_run(tmp_path / "run", images(), **SETTINGS, algorithm__both_ways=False))
+@pytest.mark.parametrize("given", [{"algorithm__both_ways": False}, {"algorithm__views": "drawing"}])
+def test_off_the_answer_depends_on_the_side(tmp_path, given):
+    saved = load_saved_run(array_run(tmp_path / "run", images(), **SETTINGS, **given))
     predict = model_of_device(saved, "0").predictor.predict
     x = images(count=5, seed=1)
     assert predict(x) != pytest.approx(predict(x[..., ::-1].copy()), abs=1e-3)

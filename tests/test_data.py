@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedcpsl.config import Config, Data
+from fedcpsl.config import Data
 from fedcpsl.data.federation import Federation
 from fedcpsl.data.sources import NAMED, digits, load_federation, resolve_auto
 from fedcpsl.data.split import LABELLED, TEST, UNLABELLED, by_classes, by_dirichlet, like_training
 from fedcpsl.errors import InputError
 from fedcpsl.models import mlp
-from fedcpsl.runs.comparison import Case, same_data
 from fedcpsl.simulation import prepare
 
 
@@ -222,15 +221,20 @@ def test_published_tests_of_another_size_are_refused(idx_folder):
     ("base", "given", "same"),
     [
         (0.2, {}, True),
-        (0.2, {"data.test": 0.1}, True),
-        (0.2, {"data.test": "published"}, False),
+        (0.2, {"test": 0.1}, True),
+        (0.2, {"partition": "iid", "labelled": 0.5, "validation": 0.1}, True),
+        (0.2, {"test": "published"}, False),
         ("published", {}, True),
-        ("published", {"data.test": 0.1}, False),
-        (0.2, {"data.dataset": "mnist"}, False),
+        ("published", {"test": 0.1}, False),
+        (0.2, {"dataset": "mnist"}, False),
+        (0.2, {"image_size": 16}, False),
+        (0.2, {"drop": "age"}, False),
+        (0.2, {"missing_labels": "class"}, False),
+        (0.2, {"axes": "0 1 2"}, False),
     ],
 )
-def test_cases_share_their_samples_unless_one_has_the_published_tests(base, given, same):
-    assert same_data(replace(Config(), data=Data(test=base)), Case("one", given)) == same
+def test_cases_read_the_same_samples_unless_a_setting_says_otherwise(base, given, same):
+    assert (Data(test=base).reads == replace(Data(test=base), **given).reads) == same
 
 
 def test_published_tests_are_refused_where_there_are_none(idx_folder, tmp_path, monkeypatch):

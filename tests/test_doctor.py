@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedcpsl.cli import run_command
-from fedcpsl.config import Config, with_settings
+from fedcpsl.config import Config, Data, with_settings
 from fedcpsl.runs import environment
 from fedcpsl.runs import estimate as estimates
 from fedcpsl.runs.environment import inspect_datasets, inspect_extras, inspect_programs
@@ -50,20 +50,26 @@ def test_data_sets_are_found_where_runs_find_them(tmp_path, monkeypatch):
 
     for kind, shape in (("images-idx3", (4, 28, 28)), ("labels-idx1", (4,))):
         write_idx(tmp_path / "mnist" / f"train-{kind}-ubyte", np.zeros(shape))
-    found = {part.name: part for part in inspect_datasets(str(tmp_path))}
+    found = {part.name: part for part in inspect_datasets(Data(dir=str(tmp_path)))}
     assert found["mnist"].found == str(tmp_path / "mnist")
     assert found["mnist"].fix is None
     assert found["fashion-mnist"].found is None
     assert found["fashion-mnist"].fix == "fedcpsl data --dataset fashion-mnist"
     assert found["digits"].found
+    wanted = Data(dataset="mnist", dir=str(tmp_path), test="published")
+    lacking = {part.name: part for part in inspect_datasets(wanted)}["mnist"]
+    assert (lacking.found, lacking.fix) == (None, "fedcpsl data --dataset mnist --set data.test=published")
+    for kind, shape in (("images-idx3", (4, 28, 28)), ("labels-idx1", (4,))):
+        write_idx(tmp_path / "mnist" / f"t10k-{kind}-ubyte", np.zeros(shape))
+    assert {part.name: part for part in inspect_datasets(wanted)}["mnist"].found == str(tmp_path / "mnist")
     (tmp_path / "cache" / "cifar10" / "cifar-10-batches-bin").mkdir(parents=True)
     for number in range(1, 6):
         (tmp_path / "cache" / "cifar10" / "cifar-10-batches-bin" / f"data_batch_{number}.bin").touch()
-    found = {part.name: part for part in inspect_datasets(str(tmp_path))}
+    found = {part.name: part for part in inspect_datasets(Data(dir=str(tmp_path)))}
     assert Path(found["cifar10"].found).name == "cifar-10-batches-bin"
     (tmp_path / "cifar10").mkdir()
     (tmp_path / "cifar10" / "data_batch_1.bin").touch()
-    broken = {part.name: part for part in inspect_datasets(str(tmp_path))}["cifar10"]
+    broken = {part.name: part for part in inspect_datasets(Data(dir=str(tmp_path)))}["cifar10"]
     assert (broken.found, "unpack them all again" in broken.purpose) == (None, True)
 
 

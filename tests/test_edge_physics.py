@@ -334,7 +334,7 @@ def test_inverse_weights_are_unbiased():
         ({"deadline": 5.0, "slot": 5.0}, "leaves no time to compute"),
         ({"deadline": 5.0, "slot": 1.0, "allocation": "equal-time"}, "works without a deadline only"),
         ({"allocation": "equal-outage"}, "nothing is lost without a deadline"),
-        ({"correction": "inverse"}, "nothing is lost without a deadline"),
+        ({"correction": "inverse"}, "is for uploads that the channel loses in the slots of a deadline"),
         ({"availability": "trace"}, "give the file, edge.trace"),
         ({"battery": 1.0, "battery_minimum": 2.0}, "never lets a device start"),
         ({"recharge_w": 2.0}, "are about batteries"),

@@ -21,6 +21,9 @@ from fedcpsl.simulation.state import initial_state
 from fedcpsl.trees import leaves
 from fedcpsl.views import (
     Views,
+    _affine_maps,
+    as_it_is,
+    mirrored,
     normalised_axes,
     rotated,
     scaled,
@@ -117,32 +120,43 @@ def keys(*shape):
     return torch.randint(0, 2**62, shape, generator=torch.Generator().manual_seed(0))
 
 
-def test_images_are_shifted_and_their_edges_repeated():
+def test_images_are_shifted_and_mirrored_and_their_edges_repeated():
     image = torch.arange(16.0).view(1, 1, 4, 4)
-    found = {tuple(shifted_images(image, keys(200)[i : i + 1], 1, False).flatten().tolist()) for i in range(200)}
-    assert len(found) == 9  # three places along each side
-    down_right = [0.0, 0, 1, 2, 0, 0, 1, 2, 4, 4, 5, 6, 8, 8, 9, 10]  # the first row and column twice
-    assert tuple(down_right) in found
-    mirrored = {tuple(shifted_images(image, keys(400)[i : i + 1], 1, True).flatten().tolist()) for i in range(400)}
-    assert len(mirrored) == 18
+    found = {tuple(shifted_images(image, keys(400)[i : i + 1], 1).flatten().tolist()) for i in range(400)}
+    assert len(found) == 2 * 9  # three places along each side
+    down_right = torch.tensor([[0.0, 0, 1, 2], [0, 0, 1, 2], [4, 4, 5, 6], [8, 8, 9, 10]])  # first row and column twice
+    assert {tuple(seen.flatten().tolist()) for seen in (down_right, down_right.flip(-1))} <= found
 
 
 def test_drawings_are_rotated_sheared_and_scaled_a_little():
-    """A pixel is read from where some affine map of bounded size takes it, rounded."""
-    row, column = torch.arange(21.0).view(1, 1, 21, 1).expand(1, 1, 21, 21), torch.arange(21.0).expand(1, 1, 21, 21)
-    where = torch.cat([row, column], 1).expand(400, 2, 21, 21)
-    moved = warped_images(where, keys(400), 1, 0.2) - 10  # from the middle, [images, row or column, row, column]
-    centre = moved[:, :, 10, 10]
+    """A pixel is read from where some affine map of bounded size takes it, rounded.
+
+    With the angle a, the shear s, the heights and widths 1 + t and 1 + w, s, t and w within 0.6 x 0.2 = 0.12, 45 pixels
+    to the right become 45 ((1 + t) sin a, (1 + w) cos a), as row and column, and 45 down 45 ((1 + t) cos a,
+    (1 + w) (s - sin a)): rows of the one and columns of the other differ in sign, but for the shear.
+    """
+    along = torch.arange(101.0)
+    where = torch.stack([along[:, None].expand(101, 101), along.expand(101, 101)]).expand(300, 2, 101, 101)
+    moved = warped_images(where, keys(300), 1, 0.2) - 50  # from the middle, [images, row or column, row, column]
+    centre = moved[:, :, 50, 50]
     assert centre.abs().max() == 1.0  # shifted by up to 1.5 pixels, rounded to an even number
     assert len(centre.unique(dim=0)) == 9
-    right, down = moved[:, :, 10, 19] - centre, moved[:, :, 19, 10] - centre  # nine pixels to the right and down
+    right, down = moved[:, :, 50, 95] - centre, moved[:, :, 95, 50] - centre
     turn = torch.atan2(right[:, 0], right[:, 1])
-    assert 0.15 < turn.abs().max() < 0.2 + 0.12  # and one pixel of rounding
-    assert turn.mean().abs() < 0.02
-    for length in (right.norm(dim=1), down.norm(dim=1)):
-        assert 9 * 0.88 - 1.5 < length.min() < 9 * 0.93
-        assert length.max() > 9 * 1.03  # the edge, which is repeated, cuts off the rest
-    assert torch.equal(warped_images(where, keys(400), 0, 0.0)[:, :, 1:-1, 1:-1], where[:, :, 1:-1, 1:-1])
+    assert 0.15 < turn.abs().max() < 0.27  # tan a (1 + t) / (1 + w) is at most 0.26
+    assert turn.mean().abs() < 0.04
+    sheared = (right[:, 0] + down[:, 1]) / 45
+    assert 0.7 * 0.12 / 3**0.5 < sheared.std() < 1.4 * 0.12 / 3**0.5  # of numbers that are uniform within 0.12
+    for length in (right[:, 1] / 45, down[:, 0] / 45):
+        assert 0.85 < length.min() < 0.92
+        assert 1.05 < length.max() < 1.13
+    assert torch.equal(warped_images(where, keys(300), 0, 0.0)[:, :, 1:-1, 1:-1], where[:, :, 1:-1, 1:-1])
+
+
+def test_no_two_maps_of_drawings_are_alike_and_none_leaves_them_as_they_are():
+    maps = _affine_maps(28, 28, 2, 0.17, torch.device("cpu"))
+    assert len(maps.unique(dim=0)) == len(maps) == 256
+    assert (maps != torch.arange(28 * 28)).any(1).all()
 
 
 def test_photographs_are_mirrored_and_drawings_warped():
@@ -152,8 +166,20 @@ def test_photographs_are_mirrored_and_drawings_warped():
         moved = view(x, keys(200))
         assert not any(torch.equal(a, b.flip(-1)) for a, b in zip(moved, x, strict=True))
         assert (moved != x).flatten(1).any(1).all()
-    ones = torch.ones(1, 3, 16, 16) * torch.arange(16.0)
-    assert {bool(seen.weak(ones, keys(50)[i : i + 1])[0, 0, 0, 0] > 8) for i in range(50)} == {False, True}
+    assert is_mirrored(seen, 3)
+
+
+def is_mirrored(views, channels):
+    rising = torch.ones(50, channels, 16, 16) * torch.arange(16.0)
+    return bool((views.weak(rising, keys(50))[:, 0, 8, 0] > 8).any())
+
+
+@pytest.mark.parametrize(("kind", "channels", "turned"), [("drawing", 3, False), ("photograph", 1, True)])
+def test_which_images_are_drawings_can_be_said(kind, channels, turned):
+    shape = (channels, 16, 16)
+    assert mirrored(kind, shape) == mirrored(f"strong {kind}", shape) == turned
+    assert is_mirrored(views_for(kind, shape), channels) == turned
+    assert views_for(f"strong {kind}", shape).weak is as_it_is
 
 
 def test_large_drawings_have_fewer_maps(monkeypatch):
@@ -213,6 +239,8 @@ def test_views_that_do_not_fit_are_refused():
     assert views_for("", (3,)) is None
     with pytest.raises(InputError, match="do not fit inputs of shape"):
         views_for("image", (64,))
+    with pytest.raises(InputError, match="'drawing': do not fit inputs of shape"):
+        views_for("drawing", (6, 128))
     with pytest.raises(InputError, match="give Views"):
         views_for("auto", (2, 3, 4, 5))
     mine = Views(lambda x, _: x, lambda x, _: -x)

@@ -79,10 +79,10 @@ def test_the_page_and_its_news_are_for_this_machine_alone(run, tmp_path, watchin
     assert "No round is finished yet" in page
     first = json.loads(watch.get("data.json")[1])
     assert first["data"]["live"] is True
-    assert watch.get(f"data.json?since={first['told']['version']}") == (204, "")
+    assert watch.get(f"data.json?since={first['data']['version']}") == (204, "")
     with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
         file.write(later[0] + later[1][:20])  # a line, and one that is being written
-    news = json.loads(watch.get(f"data.json?since={first['told']['version']}")[1])
+    news = json.loads(watch.get(f"data.json?since={first['data']['version']}")[1])
     assert news["data"]["state"] == "round 1 of 3"
     assert news["data"]["over"] is False
     assert news["data"]["charts"]["accuracy"]["series"][0]["x"] == [0, 1]

@@ -48,7 +48,7 @@ class Traits(NamedTuple):
     per_sample: tuple[str, ...] = ()  # fields of `Device` with a row for each unlabelled sample (`most_unlabelled`)
     positions: bool = False  # whether a step is told where its samples are among the device's (`Samples.which`)
     probe: Draw | None = None  # of what a second exchange of each round asks some devices about
-    both_ways: bool = False  # predicts a colour image from itself and its mirror image
+    both_ways: bool = False  # predicts a photograph from itself and its mirror image
     server_data: bool = False  # its server learns from labelled samples of its own, which `receive` is then given
 
 
@@ -80,7 +80,7 @@ class Method(NamedTuple):
     @property
     def both_ways(self) -> bool:
         """Whether a model's answer is the mean over an input and its mirror image."""
-        return self.traits.both_ways and mirrored(self.network.input_shape)
+        return self.traits.both_ways and mirrored(self.traits.views, self.network.input_shape)
 
     @property
     def one_way(self) -> "Method":

@@ -204,6 +204,13 @@ class Data:
         return 0.0 if isinstance(self.test, str) else self.test
 
     @property
+    def reads(self) -> tuple[Any, ...]:
+        """The settings that decide which samples are read; the others say how these are divided among devices."""
+        named = (self.dataset, self.file, self.dir, self.label, self.device_column, self.test_column)
+        as_read = (self.drop, self.missing_labels, self.image_size, self.axes)
+        return *named, *as_read, self.test == PUBLISHED_TESTS
+
+    @property
     def title(self) -> str:
         """What people call the samples: the file's name, or the data set's."""
         return printable(Path(self.file).name) if self.file else self.dataset

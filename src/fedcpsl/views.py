@@ -5,7 +5,7 @@ random numbers are computed where the inputs lie; the schedule draws the keys. S
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from math import pi
 from typing import NamedTuple
 
@@ -16,7 +16,8 @@ from fedcpsl.engine.dropout import keyed_uniform
 from fedcpsl.errors import InputError
 
 View = Callable[[Tensor, Tensor], Tensor]
-KINDS = ("image", "window", "table")
+DIMENSIONS = {"image": 3, "photograph": 3, "drawing": 3, "window": 2, "table": 1}  # of an input, by its kind
+CHOICES = ("auto", *DIMENSIONS)
 STRONG = "strong "  # before a kind: no weak views
 WEAK_WARP, STRONG_WARP = 0.17, 0.35  # of drawings, in radians: ten and twenty degrees
 MOST_MAPS, FEWEST_MAPS, MAP_PIXELS = 256, 64, 1 << 20  # of drawings: fewer for large images
@@ -41,7 +42,9 @@ class Axes(NamedTuple):
 
 @lru_cache(maxsize=32)
 def views_for(kind: "str | Views", shape: tuple[int, ...], axes: tuple[Axes, ...] = ()) -> Views | None:
-    """The views of inputs of a shape; `kind` is one of KINDS, "auto" for what the shape suggests, or "" for none.
+    """The views of inputs of a shape; `kind` is one of CHOICES, "auto" for what the shape suggests, or "" for none.
+
+    Images of three channels are taken for photographs, others for drawings, unless `kind` says which they are.
 
     With "strong " before it the weak view is the input itself.
     """
@@ -50,16 +53,13 @@ def views_for(kind: "str | Views", shape: tuple[int, ...], axes: tuple[Axes, ...
     if kind.startswith(STRONG):
         both = views_for(kind.removeprefix(STRONG), shape, axes)
         return both and both._replace(weak=as_it_is)
-    suggested = {3: "image", 2: "window", 1: "table"}.get(len(shape))
-    if kind == "auto":
-        if suggested is None:
-            raise InputError(f"views: inputs of shape {list(shape)} have none of their own; give Views(weak, strong)")
-        kind = suggested
-    if kind not in KINDS or kind != suggested:
+    if len(shape) not in DIMENSIONS.values():
+        raise InputError(f"views: inputs of shape {list(shape)} have none of their own; give Views(weak, strong)")
+    if kind != "auto" and DIMENSIONS.get(kind) != len(shape):
         raise InputError(f"views = {kind!r}: do not fit inputs of shape {list(shape)}; give auto")
-    if kind == "window":
-        return window_views(shape, axes)
-    return image_views(shape) if kind == "image" else table_views(shape)
+    if len(shape) == 3:
+        return photograph_views(shape) if mirrored(kind, shape) else drawing_views(shape)
+    return window_views(shape, axes) if len(shape) == 2 else table_views(shape)
 
 
 def as_it_is(x: Tensor, _keys: Tensor) -> Tensor:
@@ -78,29 +78,33 @@ def viewed(views: Views, x: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     return views.weak(x, keys[..., :rows]), views.strong(last, keys[..., rows:])
 
 
-def mirrored(shape: tuple[int, ...]) -> bool:
-    """Whether the views of such inputs mirror them: photographs, of three channels, mean the same either way round."""
-    return len(shape) == 3 and shape[0] == 3
+def mirrored(kind: "str | Views", shape: tuple[int, ...]) -> bool:
+    """Whether inputs mean the same in a mirror, as photographs do."""
+    named = kind.removeprefix(STRONG) if isinstance(kind, str) else "auto"
+    return len(shape) == 3 and (named == "photograph" or (named in ("auto", "image") and shape[0] == 3))
 
 
-def image_views(shape: tuple[int, ...]) -> Views:
-    """Shifts, mirror images of photographs, warped drawings; strong: contrast, brightness and a blank square too.
+def photograph_views(shape: tuple[int, ...]) -> Views:
+    """Shifts by up to an eighth, mirror images; strong: contrast, brightness and a blank square too."""
+    moved = partial(shifted_images, most=min(shape[1:]) // 8)
+    return Views(moved, _with_less_to_see(moved, shape))
 
-    Photographs, of three channels, shift by an eighth; drawings, all other images, by less, and small ones not at all:
-    a pixel of eight is a stroke's width. A drawing has another meaning in a mirror, but not if it is a bit oblique.
+
+def drawing_views(shape: tuple[int, ...]) -> Views:
+    """Warped images; strong: warped more, contrast, brightness and a blank square too.
+
+    They shift by less than photographs, and small ones hardly: a pixel of eight is a stroke's width. A drawing has
+    another meaning in a mirror, but not if it is a bit oblique.
     """
-    side = min(shape[1:])
-    moved = farther = partial(shifted_images, most=side // 8, mirror=True)
-    if not mirrored(shape):
-        moved, farther = (
-            partial(warped_images, most=max(0, (side - 8) // 8), warp=warp) for warp in (WEAK_WARP, STRONG_WARP)
-        )
-    blank = max(1, side * 2 // 5)
+    most = max(0, (min(shape[1:]) - 8) // 8)
+    moved, farther = (partial(warped_images, most=most, warp=warp) for warp in (WEAK_WARP, STRONG_WARP))
+    return Views(moved, _with_less_to_see(farther, shape))
 
-    def strong(x: Tensor, keys: Tensor) -> Tensor:
-        return without_square(shaded(farther(x, keys), keys, 0.6, 0.6), keys, blank)
 
-    return Views(moved, strong)
+def _with_less_to_see(moved: View, shape: tuple[int, ...]) -> View:
+    """The view of moved images with another contrast and brightness, and a square of two fifths of the side blank."""
+    blank = max(1, min(shape[1:]) * 2 // 5)
+    return lambda x, keys: without_square(shaded(moved(x, keys), keys, 0.6, 0.6), keys, blank)
 
 
 def window_views(shape: tuple[int, ...], axes: tuple[Axes, ...] = ()) -> Views:
@@ -146,7 +150,10 @@ def _looked_up(table: Tensor, at: Tensor) -> Tensor:
     return table.index_select(0, at.flatten()).view(*at.shape, *table.shape[1:])
 
 
-@lru_cache(maxsize=64)
+# Tables are kept for ever: captured steps read them where they lie.
+
+
+@cache
 def _sources(size: int, most: int, device: torch.device) -> Tensor:
     """Where each of `size` places is read from after a move by -most to most places, the edge repeated; then mirrored.
 
@@ -157,11 +164,11 @@ def _sources(size: int, most: int, device: torch.device) -> Tensor:
     return torch.cat([at, size - 1 - at])
 
 
-def shifted_images(x: Tensor, keys: Tensor, most: int, mirror: bool) -> Tensor:
-    """Images [..., rows, channels, height, width] shifted by up to `most` pixels; half of them mirrored, if at all."""
+def shifted_images(x: Tensor, keys: Tensor, most: int) -> Tensor:
+    """Images [..., rows, channels, height, width] shifted by up to `most` pixels; half of them mirrored."""
     u, (height, width), moves = _uniform(keys, PLACE, 3, x), x.shape[-2:], 2 * most + 1
     move = _whole(u[..., :2], moves)
-    across = move[..., 1] + moves * (u[..., 2] < 0.5) if mirror else move[..., 1]
+    across = move[..., 1] + moves * (u[..., 2] < 0.5)
     if moves * 2 * moves * height * width <= MOST_PIXEL_SOURCES:
         at = _looked_up(_pixel_sources(height, width, most, x.device), move[..., 0] * 2 * moves + across)
     else:
@@ -170,7 +177,7 @@ def shifted_images(x: Tensor, keys: Tensor, most: int, mirror: bool) -> Tensor:
     return x.flatten(-2).gather(-1, at[..., None, :].expand(*x.shape[:-2], height * width)).view(x.shape)
 
 
-@lru_cache(maxsize=16)
+@cache
 def _pixel_sources(height: int, width: int, most: int, device: torch.device) -> Tensor:
     """Where each pixel is read from after every move down and across, [moves down * moves across, height * width]."""
     down, across = _sources(height, most, device)[: 2 * most + 1], _sources(width, most, device)
@@ -188,7 +195,7 @@ def warped_images(x: Tensor, keys: Tensor, most: int, warp: float) -> Tensor:
     return x.flatten(-2).gather(-1, at[..., None, :].expand(*x.shape[:-2], height * width)).view(x.shape)
 
 
-@lru_cache(maxsize=16)
+@cache
 def _affine_maps(height: int, width: int, most: int, warp: float, device: torch.device) -> Tensor:
     """Where each pixel is read from, the nearest one, by many random affine maps, [maps, height * width]."""
     count = min(MOST_MAPS, max(MAP_PIXELS // (height * width), FEWEST_MAPS))
@@ -224,7 +231,7 @@ def _near(u: Tensor, size: int, count: int, x: Tensor) -> Tensor:
     return _looked_up(_neighbours(size, count, x.device, x.dtype), _whole(u, size))
 
 
-@lru_cache(maxsize=64)
+@cache
 def _neighbours(size: int, count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """1 for the places that are among `count` in a row around each place, [size, size]."""
     along = torch.arange(size, device=device)
@@ -282,7 +289,7 @@ def _rotation(u: Tensor, most: float) -> Tensor:
     return angle.cos() * eye + angle.sin() * cross + (1 - angle.cos()) * k[..., :, None] * k[..., None, :]
 
 
-@lru_cache(maxsize=8)
+@cache
 def _axes_tensors(axes: tuple[Axes, ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Channels of all sensors, and what their readings were normalised by, [sensors, 3, 1]."""
     channels = torch.tensor([c for each in axes for c in each.channels], device=device)

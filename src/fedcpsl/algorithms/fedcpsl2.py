@@ -35,6 +35,7 @@ from fedcpsl.prior import count_prior, em_prior, mixed_with_uniform
 from fedcpsl.problem import PriorCosts, Samples, mixture, with_prior
 from fedcpsl.schedule import Sizes
 from fedcpsl.settings import AUTO, SEARCH, choice, real, whole
+from fedcpsl.views import CHOICES
 
 __all__ = ["greeting", "received_model", "reweighted", "started_again", "update_rate"]
 
@@ -103,8 +104,8 @@ class Settings:
     tau: float = real(0.8, "how confident a prediction must be to become a pseudo-label", 0, 1)
     soft_weights: bool = choice(False, "weight pseudo-labels by their confidence instead of tau", True, False)
     teacher: str = choice("mixture", "the model whose predictions become pseudo-labels", *TEACHERS)
-    views: str = choice("auto", "views of samples: by the shape of inputs", "auto", "image", "window", "table")
-    both_ways: bool = choice(True, "predict a colour image from itself and its mirror image", True, False)
+    views: str = choice("auto", "views of samples; auto: by the shape of inputs", *CHOICES)
+    both_ways: bool = choice(True, "predict a photograph from itself and its mirror image", True, False)
 
 
 class Rules(NamedTuple):

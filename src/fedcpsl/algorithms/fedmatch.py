@@ -19,6 +19,7 @@ from fedcpsl.engine import Leaves
 from fedcpsl.problem import Samples
 from fedcpsl.schedule import Sizes, stream
 from fedcpsl.settings import AUTO, choice, real, text, whole
+from fedcpsl.views import CHOICES
 
 VARIANTS = {"fedmatch": Traits(unlabelled=True, personal=False, gradients_per_step=3)}
 
@@ -38,7 +39,7 @@ class Settings:
     tau: float = real(0.75, "how confident a prediction must be to be learnt from", 0, 1)
     helper_every: int = whole(10, "period, in rounds, at which helpers are sent", 1)
     psi_factor: float = real(0.2, "share of the initial weights that psi starts with; sigma has the rest", 0, 1)
-    views: str = choice("auto", "strong views of samples: by the shape of inputs", "auto", "image", "window", "table")
+    views: str = choice("auto", "strong views of samples; auto: by the shape of inputs", *CHOICES)
 
 
 class Hyper(NamedTuple):

@@ -18,6 +18,7 @@ from fedcpsl.engine import Leaves
 from fedcpsl.problem import LabelledCosts, Samples
 from fedcpsl.schedule import Sizes
 from fedcpsl.settings import AUTO, choice, real, text
+from fedcpsl.views import CHOICES
 
 VARIANTS = {"flexmatch": Traits(unlabelled=True, personal=False, gradients_per_step=2, per_sample=("selected",))}
 NEVER = -1  # a sample that was never confident
@@ -31,7 +32,7 @@ class Settings:
     eta: float | str = real(AUTO, "step size", 0, open_ends="[", also=(AUTO,))
     tau: float = real(0.95, "how confident a prediction must be; the threshold of a class that is learnt well", 0, 1)
     lam_u: float = real(1.0, "weight of unlabelled samples in the costs", 0)
-    views: str = choice("auto", "views of samples: by the shape of inputs", "auto", "image", "window", "table")
+    views: str = choice("auto", "views of samples; auto: by the shape of inputs", *CHOICES)
 
 
 class Hyper(NamedTuple):

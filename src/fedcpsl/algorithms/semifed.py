@@ -19,6 +19,7 @@ from fedcpsl.engine import Leaves
 from fedcpsl.problem import LabelledCosts, Samples
 from fedcpsl.schedule import Draw, Sizes
 from fedcpsl.settings import AUTO, choice, real, text, whole
+from fedcpsl.views import CHOICES
 
 PEERS = "peers"
 VARIANTS = {
@@ -47,7 +48,7 @@ class Settings:
     peers: int = whole(2, "other devices whose models vote, in the second stage", 0)
     tau: float = real(0.95, "how confident a model must be to vote", 0, 1)
     agree: int = whole(2, "votes that a pseudo-label needs", 1)
-    views: str = choice("auto", "strong views of samples: by the shape of inputs", "auto", "image", "window", "table")
+    views: str = choice("auto", "strong views of samples; auto: by the shape of inputs", *CHOICES)
 
 
 class Hyper(NamedTuple):

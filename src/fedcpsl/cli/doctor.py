@@ -35,7 +35,7 @@ def _doctor(parsed: argparse.Namespace) -> int:
 
     machine = environment.inspect_machine()
     extras, programs = environment.inspect_extras(), environment.inspect_programs()
-    datasets = environment.inspect_datasets(config.data.dir if config else "")
+    datasets = environment.inspect_datasets(config.data if config else None)
     gpu = environment.idle_gpu()
     missing = [part for part in (*([gpu] if gpu else []), *extras, *programs, *datasets) if part.fix]
     able = environment.able(machine, extras)

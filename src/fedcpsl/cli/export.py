@@ -255,7 +255,7 @@ def _adapt(parsed: argparse.Namespace) -> int:
         raise InputError(f"{parsed.data}: no such file")
     from fedcpsl.export.adaptation import adapt, check_adaptable, rounds_of_a_device, write_adapted
     from fedcpsl.export.saved_run import load_saved_run
-    from fedcpsl.settings import Data
+    from fedcpsl.settings import PUBLISHED_TESTS, Data
     from fedcpsl.storage import to_json
 
     run = load_saved_run(parsed.run)
@@ -263,8 +263,9 @@ def _adapt(parsed: argparse.Namespace) -> int:
     if folder.exists():
         fix = "give another --out" if parsed.out else "give another --name, or --out FOLDER"
         raise InputError(f"{folder}: exists already; {fix}")
-    label, test = parsed.label or run.config.data.label, run.config.data.test_share or Data().test
-    file, side = str(parsed.data.absolute()), run.config.data.image_size
+    trained = run.config.data
+    label, test = parsed.label or trained.label, Data().test if trained.test == PUBLISHED_TESTS else trained.test
+    file, side = str(parsed.data.absolute()), trained.image_size if parsed.data.is_dir() else 0
     data = Data(dataset="own", file=file, image_size=side, label=label, labelled=1.0, test=test)
     rounds = rounds_of_a_device(run) if parsed.rounds is None else parsed.rounds
     adapted = adapt(run, data, parsed.name, rounds)

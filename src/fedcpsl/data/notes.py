@@ -119,8 +119,8 @@ def note_inputs(where: str, x: NDArray[Any], features: Sequence[str] = ()) -> No
 
 def note_images(where: str, size: Sequence[int]) -> None:
     """Log images that are larger than the models here are made for."""
-    height, width = size
-    if min(height, width) > LARGE_IMAGE:
+    height, width = size[:2]
+    if height * width > LARGE_IMAGE**2:
         note(
             f"{where}: images of {width} x {height} pixels take much time and memory; --set data.image_size=64 scales "
             "them to 64 x 64 when they are read"

@@ -78,8 +78,12 @@ def read_image_folder(folder: Path, side: int = 0) -> Source:
     classes = sorted({label for _, label, _ in files if label not in UNLABELLED_FOLDERS}, key=natural_key)
     if not classes:
         raise InputError(f"{folder}: no image has a label; put some into {folder}/DEVICE/LABEL/")
-    images = read_images([path for _, _, path in files], (side, side) if side else None)
-    note_images(folder.name, images.shape[2:])
+    paths = [path for _, _, path in files]
+    if side:
+        images = read_images(paths, (side, side))
+    else:
+        note_images(folder.name, _pixels(paths[0], None).shape)
+        images = read_images(paths, fix="make all images the same size, or give --set data.image_size=64")
     class_number = {name: i for i, name in enumerate(classes)}
     device_number = {name: i for i, name in enumerate(devices)}
     return Source(
@@ -108,21 +112,30 @@ def _image_files(folder: Path) -> list[tuple[str, str, Path]]:
     return files
 
 
-def read_images(paths: list[Path], size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
-    """Read images of one size as bytes [samples, 1 or 3, height, width], or of any, scaled to a height and width."""
+def read_images(
+    paths: list[Path], size: tuple[int, int] | None = None, fix: str = "make all images the same size"
+) -> NDArray[np.uint8]:
+    """Read images of one size as bytes [samples, 1 or 3, height, width], or of any, scaled to a height and width.
+
+    `fix` is the advice where they have several sizes.
+    """
     pixels = [_pixels(path, size) for path in track(paths, "reading images")]
     shape = pixels[0].shape[:2]
     for path, image in zip(paths, pixels, strict=True):
         if image.shape[:2] != shape:
             raise InputError(
-                f"{path}: is {image.shape[1]} x {image.shape[0]} where {paths[0]} is {shape[1]} x {shape[0]}; "
-                "make all images the same size, or give --set data.image_size=64"
+                f"{path}: is {image.shape[1]} x {image.shape[0]} where {paths[0]} is {shape[1]} x {shape[0]}; {fix}"
             )
     grey = all(image.ndim == 2 for image in pixels)
     stacked = np.empty((len(pixels), 1 if grey else 3, *shape), np.uint8)
     for i, image in enumerate(pixels):
         stacked[i] = image if image.ndim == 2 else image.transpose(2, 0, 1)
     return stacked
+
+
+def as_colour(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return images with three channels, grey ones with three equal ones."""
+    return images if images.shape[1] == 3 else np.repeat(images, 3, 1)
 
 
 def _pixels(path: Path, size: tuple[int, int] | None) -> NDArray[np.uint8]:

@@ -129,18 +129,28 @@ def find_har(folders: Sequence[Path]) -> Path | None:
     return next((name for name in names if name.is_file()), None)
 
 
-def find_dataset(dataset: str, folders: Sequence[Path]) -> Path | None:
-    """Return where a data set is on this machine; None if it must be downloaded, or copied there by hand."""
-    from fedcpsl.data.cifar import find_batches
+def find_dataset(dataset: str, folders: Sequence[Path], *, tests: bool = False) -> Path | None:
+    """Return where a data set is on this machine; None if it must be downloaded, or copied there by hand.
+
+    `tests`: only if those that are published apart are there too.
+    """
+    from fedcpsl.data.cifar import TESTS, TRAINING, find_batches
     from fedcpsl.data.download import PUBLISHED, find_file
 
     if dataset == "har":
         return find_har(folders)
     if dataset == "cifar10":
-        batches = find_batches(folders)
-        return batches[0].parent if batches else None
-    paths = [find_file(dataset, folders, PUBLISHED[dataset][kind]) for kind in ("images", "labels")]
+        parts = [find_batches(folders, names) for names in (TRAINING, TESTS)[: 1 + tests]]
+        return parts[0][0].parent if all(parts) else None
+    kinds = ("images", "labels", "test images", "test labels")[: 4 if tests else 2]
+    paths = [find_file(dataset, folders, PUBLISHED[dataset][kind]) for kind in kinds]
     return paths[0].parent if all(paths) and paths[0] else None
+
+
+def download_command(data: config.Data) -> str:
+    """Return the command that downloads what the settings need of a data set by name."""
+    tests = f" --set data.test={PUBLISHED_TESTS}" if data.test == PUBLISHED_TESTS else ""
+    return f"fedcpsl data --dataset {data.dataset}{tests}"
 
 
 def read_idx(path: Path) -> NDArray[Any]:
@@ -252,6 +262,8 @@ def resolve_auto(data: config.Data) -> config.Data:
             f'data.test = "published": {dataset} has no test set apart from the rest; '
             f"give a share, such as 0.2{instead}"
         )
+    if isinstance(data.test, str) and data.test != PUBLISHED_TESTS:
+        raise InputError(f'data.test = {data.test!r}: give a number between 0 and 1, or "{PUBLISHED_TESTS}"')
     labelled = (1.0 if dataset == "own" else 0.1) if data.labelled == config.AUTO else data.labelled
     if isinstance(labelled, list) and data.labelled_by == "overall":
         raise InputError('data.labelled_by = "overall": takes one share for all; give data.labelled as one number')
@@ -283,6 +295,11 @@ def check_header(data: config.Data) -> None:
 
 
 def _read_source(data: config.Data) -> Source:
+    if data.image_size and not (data.dataset == "own" and Path(data.file).is_dir()):
+        raise InputError(
+            f"data.image_size = {data.image_size}: only the images of a folder are scaled, and {data.title} is none; "
+            "leave it out"
+        )
     if data.dataset != "own":
         return _read_named(NAMED[data.dataset], data_folders(data.dir), published_tests=data.test == PUBLISHED_TESTS)
     path = Path(data.file)

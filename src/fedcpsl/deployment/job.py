@@ -15,6 +15,7 @@ from fedcpsl.algorithm import optional
 from fedcpsl.algorithms import find_algorithm
 from fedcpsl.config import Config, flat_settings, new_config, to_toml
 from fedcpsl.data.federation import Source, parse_axes
+from fedcpsl.data.readers import as_colour
 from fedcpsl.data.scaling import Scaling
 from fedcpsl.data.tables import columns_of_words, features_in_order
 from fedcpsl.engine import Network, cache_last_call
@@ -78,6 +79,11 @@ def read_job(text: str, where: str) -> Job:
     shape, classes = own.get("shape"), own.get("classes")
     if not isinstance(shape, list) or not shape or not all(isinstance(n, int) and n > 0 for n in shape):
         raise InputError(f"{where}: [federation] shape: give the sizes of one input, for example [1, 28, 28]")
+    side = config.data.image_size
+    if side and (len(shape) != 3 or shape[1:] != [side, side]):
+        raise InputError(
+            f"{where}: data.image_size = {side}: an input has shape {shape}; give {[*shape[:1], side, side]}"
+        )
     if not isinstance(classes, list) or len(classes) < 2 or len({str(c) for c in classes}) < len(classes):
         raise InputError(f'{where}: [federation] classes: give the names of at least two, for example ["cat", "dog"]')
     if not isinstance(own.get(TRIAL_KEY, False), bool):
@@ -293,6 +299,8 @@ def fit_to_job(source: Source, job: Job, where: Path) -> Source:
     """Return a device's samples with the job's features and classes; InputError where they do not fit."""
     if source.features:
         source = source._replace(x=_features_of(source, job, where), features=job.features)
+    if where.is_dir() and job.shape[0] == 3:
+        source = source._replace(x=as_colour(source.x))
     if source.x.shape[1:] != job.shape:
         raise InputError(f"{where}: an input has shape {list(source.x.shape[1:])} where the job's is {list(job.shape)}")
     index = {name: i for i, name in enumerate(job.classes)}

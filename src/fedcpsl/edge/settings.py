@@ -249,7 +249,8 @@ def _contradictions(edge: Edge) -> list[tuple[bool, str]]:
         ),
         (
             edge.correction == "inverse" and not timed,
-            'edge.correction = "inverse": nothing is lost without a deadline; give edge.deadline and edge.slot',
+            'edge.correction = "inverse": is for uploads that the channel loses in the slots of a deadline; give '
+            "edge.deadline and edge.slot",
         ),
         (
             edge.availability == "trace" and not edge.trace,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 import fedcpsl
 from fedcpsl.config import Config
-from fedcpsl.data.readers import IMAGE_FILES, UNLABELLED_FOLDERS, read_archive, read_images
+from fedcpsl.data.readers import IMAGE_FILES, UNLABELLED_FOLDERS, as_colour, read_archive, read_images
 from fedcpsl.data.scaling import Scaling
 from fedcpsl.data.tables import Columns, is_table, read_rows
 from fedcpsl.errors import InputError
@@ -195,7 +195,7 @@ def _images(path: Path, manifest: ModelManifest) -> NewSamples:
     x, channels = read_images(found, manifest.input_shape[1:] if scaled else None), manifest.input_shape[0]
     if x.shape[1] > channels:
         raise InputError(f"{path}: has coloured images where the model's are grey; convert them")
-    x = x if x.shape[1] == channels else np.repeat(x, channels, 1)  # grey as colour, as in training
+    x = as_colour(x) if channels == 3 else x  # as in training
     names = [str(each.relative_to(path)) if path.is_dir() else each.name for each in found]
     folders = [each.parent.name for each in found]
     labelled = all(folder in manifest.classes or folder in UNLABELLED_FOLDERS for folder in folders)

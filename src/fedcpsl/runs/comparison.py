@@ -23,7 +23,7 @@ from fedcpsl.config import (
 from fedcpsl.edge.settings import FILES as EDGE_FILES
 from fedcpsl.errors import InputError, RefusedError, did_you_mean
 from fedcpsl.runs import folder as run_folders
-from fedcpsl.settings import AUTO, PUBLISHED_TESTS
+from fedcpsl.settings import AUTO
 from fedcpsl.storage import new_folder, parse_json, read_json, sha256_of, to_json, write_whole
 
 PLAN = "comparison.json"
@@ -130,10 +130,11 @@ def check_plan(plan: Plan, may_leave_out: Collection[str] = ()) -> Checked:
         if first and set(case.settings) <= only_numbers:
             continue
         config = with_settings(plan.base, case.settings)
-        source = source or load_data(plan.base.data)
         alike = all(key.startswith(("algorithm.", "work.")) for key in case.settings)
         try:
-            given = source if same_data(plan.base, case) else None
+            shares = config.data.reads == plan.base.data.reads
+            source = source or (load_data(plan.base.data) if shares else None)
+            given = source if shares else None
             built = build(without_search(config), given, first if alike else ())
         except RefusedError as error:
             if plan.kind != "sweep" and case.name not in may_leave_out:
@@ -235,13 +236,6 @@ def run_folder(folder: Path, case: Case, seed: int) -> Path:
     """Return the folder of one run of a comparison."""
     safe = "".join(c if c.isalnum() or c in "=.-" else "-" for c in case.name.replace(", ", "+").replace("+", "_"))
     return folder / "runs" / f"{safe}-seed{seed}"
-
-
-def same_data(base: Config, case: Case) -> bool:
-    """Whether a case uses the samples that the base config names."""
-    reads = {f"data.{name}" for name in ("dataset", "file", "dir", "label", "device_column", "test_column")}
-    before, test = base.data.test, case.settings.get("data.test", base.data.test)
-    return not reads & set(case.settings) and (before == PUBLISHED_TESTS) == (test == PUBLISHED_TESTS)
 
 
 def summarise(folder: Path) -> dict[str, Any]:

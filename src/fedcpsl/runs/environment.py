@@ -23,9 +23,10 @@ import fedcpsl
 from fedcpsl.data.download import PUBLISHED, cache_folder
 from fedcpsl.data.federation import Federation
 from fedcpsl.data.ondemand import OnDemand
-from fedcpsl.data.sources import NAMED, data_folders, find_dataset
+from fedcpsl.data.sources import NAMED, data_folders, download_command, find_dataset
 from fedcpsl.errors import InputError
 from fedcpsl.runs.edge_files import edge_digests
+from fedcpsl.settings import PUBLISHED_TESTS, Data
 from fedcpsl.simulation import Setup
 from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.store import free_bytes
@@ -199,16 +200,18 @@ def inspect_programs() -> list[Part]:
     return found
 
 
-def inspect_datasets(data_dir: str = "") -> list[Part]:
-    """Return the data sets by name: where each is, or how to get it."""
-    folders = data_folders(data_dir)
+def inspect_datasets(wanted: Data | None = None) -> list[Part]:
+    """Return the data sets by name: where each is, or how to get it; the wanted one with the tests that it needs."""
+    wanted = wanted or Data()
+    folders = data_folders(wanted.dir)
     parts = []
     for name in NAMED:
         if name == "digits":
             parts.append(Part(name, "1,797 images of 8 x 8", "ships with scikit-learn", None))
             continue
-        fix = f"fedcpsl data --dataset {name}"
-        size = sum(file.size for kind, file in PUBLISHED.get(name, {}).items() if not kind.startswith("test"))
+        data = wanted if name == wanted.dataset else Data(dataset=name)
+        fix, tests = download_command(data), data.test == PUBLISHED_TESTS
+        size = sum(file.size for kind, file in PUBLISHED.get(name, {}).items() if tests or not kind.startswith("test"))
         purpose = (
             f"downloaded when first used, {size / 1e6:.0f} MB"
             if size
@@ -217,7 +220,7 @@ def inspect_datasets(data_dir: str = "") -> list[Part]:
         if name == "har":
             fix = "mkdir -p data/har && cp har_windows.npz data/har/ && export FEDCPSL_DATA=$PWD/data"
         try:
-            where = find_dataset(name, folders)
+            where = find_dataset(name, folders, tests=tests)
         except InputError as error:
             where, purpose = None, str(error)
         parts.append(Part(name, purpose, str(where) if where else None, None if where else fix))

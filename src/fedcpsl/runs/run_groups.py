@@ -15,7 +15,7 @@ from fedcpsl.config import Config, with_settings
 from fedcpsl.data.federation import Source
 from fedcpsl.errors import RefusedError, RunError
 from fedcpsl.runs import folder as run_folders
-from fedcpsl.runs.comparison import Case, Plan, run_folder, same_data
+from fedcpsl.runs.comparison import Case, Plan, run_folder
 from fedcpsl.runs.experiment import (
     Experiment,
     GroupMember,
@@ -178,7 +178,8 @@ def _run_to_end(group: Sequence[Planned], run: Callable[[], Sequence[Outcome]]) 
 
 def _planned(folder: Path, plan: Plan, case: Case, seed: int) -> Planned:
     config = with_settings(plan.base, case.settings | {"run.seed": seed})
-    return Planned(case, seed, run_folder(folder, case, seed), config, same_data(plan.base, case))
+    shares = config.data.reads == plan.base.data.reads
+    return Planned(case, seed, run_folder(folder, case, seed), config, shares)
 
 
 def _program(run: Planned) -> Any:

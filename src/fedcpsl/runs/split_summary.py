@@ -9,10 +9,11 @@ from fedcpsl.config import Config
 from fedcpsl.data.download import PUBLISHED
 from fedcpsl.data.federation import Federation
 from fedcpsl.data.ondemand import OnDemand
-from fedcpsl.data.sources import data_folders, find_dataset, load_federation, resolve_auto
+from fedcpsl.data.sources import data_folders, download_command, find_dataset, load_federation, resolve_auto
 from fedcpsl.data.split import LABELLED, UNLABELLED
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.runs.folder import read_manifest
+from fedcpsl.settings import PUBLISHED_TESTS
 from fedcpsl.storage import read_json, to_json, write_whole
 
 MAX_DEVICES, MAX_CLASSES = 60, 40
@@ -92,8 +93,9 @@ def _recount(folder: Path, config: Config) -> SplitSummary | str:
     """Count the data itself if it is on this machine: reading a run never downloads anything."""
     try:
         data = resolve_auto(config.data)
-        if data.dataset in PUBLISHED and find_dataset(data.dataset, data_folders(data.dir)) is None:
-            return f"{data.dataset} is not on this machine; download it with: fedcpsl data --dataset {data.dataset}"
+        published = data.test == PUBLISHED_TESTS
+        if data.dataset in PUBLISHED and not find_dataset(data.dataset, data_folders(data.dir), tests=published):
+            return f"{data.dataset} is not on this machine; download it with: {download_command(data)}"
         federation = load_federation(data, config.run.seed)
     except (InputError, RunError, OSError) as error:
         return f"the data cannot be read: {error}"
