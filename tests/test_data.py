@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedcpsl.cli import run_command
 from fedcpsl.config import Data
 from fedcpsl.data.federation import Federation
 from fedcpsl.data.sources import NAMED, digits, load_federation, resolve_auto
@@ -194,6 +195,28 @@ def test_published_tests_are_the_tests_and_nothing_else_is(idx_folder, partition
         for device in range(5):
             own = federation.device == device
             assert set(federation.y[own & tests]) == set(federation.y[own & ~tests])
+
+
+def test_a_split_with_published_tests_is_saved_and_used_again(idx_folder, tmp_path, monkeypatch, capsys):
+    write_idx(
+        idx_folder / "mnist" / "t10k-images-idx3-ubyte.gz", np.random.default_rng(1).integers(0, 256, (60, 28, 28))
+    )
+    write_idx(idx_folder / "mnist" / "t10k-labels-idx1-ubyte.gz", np.arange(60) % 10)
+    monkeypatch.setenv("FEDCPSL_DATA", str(idx_folder))
+    monkeypatch.chdir(tmp_path)
+    options = ["--dataset", "mnist", "--devices", "5", "--set", "data.test=published"]
+    assert run_command(["data", *options, "--save", "s.npz"]) == 0
+    assert "--set data.split=s.npz --set data.test=published" in " ".join(capsys.readouterr().out.split())
+    data = Data(dataset="mnist", devices=5, test="published")
+    drawn, again = (load_federation(replace(data, split=split), seed=0) for split in ("", "s.npz"))
+    assert (drawn.digest, (drawn.role == TEST).sum()) == (again.digest, 60)
+    with pytest.raises(InputError, match="made for other samples"):
+        load_federation(replace(data, split="s.npz", test=0.2), seed=0)
+
+
+def test_a_misspelt_test_set_is_refused():
+    with pytest.raises(InputError, match="'publishd': give a number between 0 and 1, or"):
+        load_federation(Data(dataset="digits", test="publishd"), seed=0)
 
 
 def test_published_tests_are_divided_as_the_training_images_are():

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fedcpsl.algorithms.family import Broadcast
 from fedcpsl.cli import run_command
 from fedcpsl.config import Data
+from fedcpsl.deployment import serve
 from fedcpsl.deployment.device_process import (
     UNFIT,
     Conditions,
@@ -357,6 +358,18 @@ def test_a_job_of_version_0_1_names_the_minimum_of_devices_otherwise():
     assert read_job(new, "job.toml").rules.min_devices == 2
     with pytest.raises(InputError, match="least: no such setting"):
         read_job(JOB.replace("min_devices = 2", "min_devices = 2\nleast = 3"), "job.toml")
+
+
+def test_a_server_continues_with_the_job_of_version_0_1_in_its_folder(tmp_path):
+    given, kept = tmp_path / "given.toml", tmp_path / "job.toml"
+    given.write_text(JOB)
+    old = explicit_job(JOB, "job.toml").replace("min_devices", "least")
+    kept.write_text(old)
+    job = serve._keep_job(given, read_job(explicit_job(JOB, "job.toml"), "job.toml"), tmp_path)
+    assert (job.rules.min_devices, kept.read_text()) == (2, old)
+    other = read_job(explicit_job(JOB.replace("min_devices = 2", "min_devices = 1"), "job.toml"), "job.toml")
+    with pytest.raises(InputError, match="is another job than"):
+        serve._keep_job(given, other, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,18 @@
 """A folder of images: device/label/*.png with device/unlabelled/."""
 
+import json
+
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
+from fedcpsl.cli import run_command
 from fedcpsl.config import Data
 from fedcpsl.data.readers import read_images
 from fedcpsl.data.sources import load_federation
 from fedcpsl.data.split import UNLABELLED
+from fedcpsl.deployment.device_process import DeviceConfig, make_participant
+from fedcpsl.deployment.job import read_job
 from fedcpsl.errors import InputError
 
 from .command import fedcpsl
@@ -93,6 +98,61 @@ def test_images_of_any_size_are_scaled_and_new_ones_alike(folder):
     assert done.returncode == 0, done.stderr
 
 
+def test_new_images_are_scaled_as_those_of_training_were(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder.parent)
+    for path in folder.rglob("*.png"):
+        Image.fromarray(np.random.default_rng(len(str(path))).integers(0, 256, (30, 50), np.uint8)).save(path)
+    scaled = ["--set", "data.image_size=16", "--algorithm", "fedcpsl", "--rounds", "1"]
+    assert run_command(["run", "--data", "photos", *scaled, "--out", "a"]) == 0
+    one = folder / "ann" / "day" / "0.png"
+    middle, stretched = ImageOps.fit(Image.open(one), (16, 16)), Image.open(one).resize((16, 16))
+    np.savez("scaled.npz", x=np.stack([np.asarray(image)[None] for image in (middle, stretched)]))
+    capsys.readouterr()
+    found = []
+    for new in (str(one), "scaled.npz"):
+        assert run_command(["predict", "a", new, "--device", "ann"]) == 0
+        found += [line.split(",")[-2:] for line in capsys.readouterr().out.splitlines()[1:]]  # the probabilities
+    assert len(found) == 3
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_size_may_be_swept_though_images_have_several(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    picture(folder / "ann" / "day" / "wide.png", 250, size=(60, 20))
+    options = ["--data", "photos", "--algorithm", "fedavg", "--rounds", "1", "--grid", "data.image_size=8,16"]
+    assert run_command(["sweep", *options, "--seeds", "1", "--out", "s"]) == 0
+    manifests = [json.loads((run / "manifest.json").read_text()) for run in (folder.parent / "s" / "runs").iterdir()]
+    assert len({manifest["split_sha256"] for manifest in manifests}) == 2
+
+
+def test_only_the_images_of_a_folder_are_scaled(tmp_path):
+    np.savez(tmp_path / "im.npz", x=np.zeros((9, 1, 20, 20)), y=np.arange(9) % 3)
+    for data in (Data(file=str(tmp_path / "im.npz"), partition="iid", image_size=8), Data(image_size=8)):
+        with pytest.raises(InputError, match=r"data\.image_size = 8: only the images of a folder are scaled"):
+            load_federation(data, seed=0)
+
+
+JOB = """
+[data]
+image_size = 16
+[model]
+name = "cnn"
+[federation]
+shape = [3, 16, 16]
+classes = ["day", "night"]
+"""
+
+
+def test_a_real_device_scales_its_images_as_the_job_says(folder, tmp_path):
+    """And takes grey ones for coloured where those of others are."""
+    job = read_job(JOB, "job.toml")
+    data = Data(dataset="own", file=str(folder), partition="iid", devices=1, labelled=1.0)
+    participant = make_participant(DeviceConfig("ann", data, tmp_path / "state"), job, "r")
+    assert participant.local_data.x_labelled.shape[1:] == (3, 16, 16)
+    with pytest.raises(InputError, match=r"data.image_size = 8: an input has shape \[3, 16, 16\]; give \[3, 8, 8\]"):
+        read_job(JOB.replace("image_size = 16", "image_size = 8"), "job.toml")
+
+
 def test_the_middle_of_an_image_is_kept(tmp_path):
     pixels = np.zeros((4, 12), np.uint8)
     pixels[:, 4:8] = 200
@@ -106,6 +166,10 @@ def test_large_images_are_noted(folder, caplog):
     with caplog.at_level("WARNING", "fedcpsl"):
         load(folder)
     assert "photos: images of 120 x 100 pixels take much time and memory; --set data.image_size=64" in caplog.text
+    caplog.clear()
+    with caplog.at_level("WARNING", "fedcpsl"):
+        load_federation(Data(file=str(folder), image_size=100), seed=0)
+    assert "much time and memory" not in caplog.text
 
 
 def broken_image(folder):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fedcpsl.algorithms import members
+from fedcpsl.cli import run_command
 from fedcpsl.config import with_settings
 from fedcpsl.errors import InputError
 from fedcpsl.report.figures import final_accuracies
@@ -28,6 +29,7 @@ from fedcpsl.runs.study import (
 )
 
 from .command import PATIENCE_S, fedcpsl, spawn
+from .test_docs import write_idx
 
 BASE = """
 [data]
@@ -75,9 +77,48 @@ def desk(tmp_path):
     return tmp_path
 
 
+PUBLISHED = """
+title = "Published tests"
+bases = { mnist = "base-mnist.toml" }
+seeds = 2
+[rows.FedAvg]
+algorithm.name = "fedavg"
+[rows.SCAFFOLD]
+algorithm.name = "scaffold"
+"""
+
+
 def rows_of(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def test_a_study_on_published_tests_says_how_the_global_model_does_on_all_of_them(desk, monkeypatch):
+    monkeypatch.chdir(desk)
+    rng = np.random.default_rng(0)
+    for name, count in (("train", 200), ("t10k", 60)):
+        write_idx(desk / f"mnist/{name}-images-idx3-ubyte", rng.integers(0, 256, (count, 28, 28)))
+        write_idx(desk / f"mnist/{name}-labels-idx1-ubyte", np.arange(count) % 10)
+    base = BASE.replace('"digits"', f'"mnist"\ndir = "{desk}"\npartition = "dirichlet"\ntest = "published"')
+    (desk / "base-mnist.toml").write_text(base)
+    (desk / "tests.toml").write_text(PUBLISHED)
+    assert run_command(["paper", "tests.toml", "--out", "o"]) == 0
+    results = desk / "o" / "mnist" / "results"
+    rows = [row for row in rows_of(results / "tests.csv") if row["row"] == "FedAvg"]
+    last = [
+        (desk / f"o/mnist/runs/fedavg-seed{row['seed']}/metrics.jsonl").read_text().splitlines()[-1] for row in rows
+    ]
+    union = [float(row["union"]) for row in rows]
+    assert union == pytest.approx([json.loads(line)["union"] for line in last], abs=1e-6)
+    assert union != [float(row["global"]) for row in rows]  # devices have unequally many tests
+    _, table = (
+        (results / "tests.md").read_text().split("The global model on the published test images of all devices, %.")
+    )
+    assert f"| FedAvg | {100 * np.mean(union):.2f} ± " in table
+    (desk / "base-mnist.toml").write_text(base.replace('test = "published"', "test = 0.2"))
+    assert run_command(["paper", "tests.toml", "--out", "other"]) == 0
+    assert "published" not in (desk / "other/mnist/results/tests.md").read_text().replace("Published tests", "")
+    assert "union" not in rows_of(desk / "other/mnist/results/tests.csv")[0]
 
 
 def test_a_study_is_run_once_and_its_tables_are_the_means_of_its_runs(desk):
