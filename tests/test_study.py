@@ -4,6 +4,7 @@ import csv
 import json
 import signal
 import time
+import tomllib
 
 import numpy as np
 import pytest
@@ -468,6 +469,52 @@ def test_settings_are_chosen_and_the_table_says_what_each_row_needs(desk):
 
     refused = fedcpsl("paper", "field.toml", "--out", "o", "--partial", "--choose", "x.toml", cwd=desk)
     assert (refused.returncode, "not a study of settings" in refused.stderr) == (2, True)
+
+
+PER_PANEL = """
+[panels."m = 2"]
+work.active = 2
+[panels."m = 3"]
+work.active = 3
+[tuned.digits."m = 2".FedAvg]
+algorithm.gamma = 0.0
+"""
+COMPARED = """
+title = "Compared"
+bases = { digits = "base.toml" }
+chosen_by_panel = "tuned.toml"
+[panels."m = 2"]
+work.active = 2
+[panels."m = 3"]
+work.active = 3
+[rows.FedAvg]
+algorithm.name = "fedavg"
+[rows.FedProx]
+algorithm.name = "fedprox"
+[tuned.digits."m = 3".FedProx]
+algorithm.mu = 0.7
+"""
+
+
+def test_settings_are_chosen_panel_by_panel(desk, monkeypatch):
+    monkeypatch.chdir(desk)
+    (desk / "settings.toml").write_text(TUNE + PER_PANEL)
+    (desk / "compared.toml").write_text(COMPARED)
+    (desk / "tuned.toml").write_text('[har."a panel".FedAvg]\nalgorithm = { eta = 0.3 }\n')
+    for panel in ("m = 2", "m = 3"):  # what the file has of other panels stays
+        command = ["paper", "settings.toml", "--out", "o", "--panels", panel, "--choose", "tuned.toml"]
+        assert run_command([*command, "--dataset", "digits"]) == 0
+    text = (desk / "tuned.toml").read_text()
+    assert '[har."a panel".FedAvg]\nalgorithm = { eta = 0.3 }' in text
+    found = tomllib.loads(text)["digits"]
+    assert found["m = 2"]["FedAvg"] == {"algorithm": {"gamma": 0.0, "eta": 0.1}}  # what the row was given too
+    assert found["m = 3"]["FedAvg"] == {"algorithm": {"eta": 0.1}}
+    mu = found["m = 2"]["FedProx"]["algorithm"]["mu"]
+    chosen = {(line.panel, line.row): line.case.settings for line in lines_of(find_study("compared.toml"), "digits")}
+    assert chosen["m = 2", "FedAvg"]["algorithm.eta"] == 0.1
+    assert chosen["m = 2", "FedAvg"]["algorithm.gamma"] == 0.0
+    assert chosen["m = 2", "FedProx"]["algorithm.mu"] == mu
+    assert chosen["m = 3", "FedProx"] == {"algorithm.name": "fedprox", "algorithm.mu": 0.7, "work.active": 3}
 
 
 def test_the_study_of_the_field_has_everybody_with_equal_effort():

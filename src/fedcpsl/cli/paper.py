@@ -50,7 +50,8 @@ def add_paper(commands: Any) -> None:
         "--choose",
         type=Path,
         metavar="FILE",
-        help="write the best settings of every algorithm in a study with a grid to a TOML file, for `chosen` of others",
+        help="write the best settings of every algorithm in a study with a grid to a TOML file, for `chosen` of "
+        "others; with panels, of every row in each of them, for `chosen_by_panel`",
     )
     paper.add_argument("--dry-run", action="store_true", help="print the runs, and how many are not finished")
     add_settings(paper, leave_out=("--algorithm", "--data"), config=False)
@@ -114,6 +115,6 @@ def _run(parsed: argparse.Namespace, studies: Sequence["Study"], dataset: str) -
         print_study(study, dataset, cells)
         print(f"results  {page.parent}\nreport   {page.resolve().as_uri()}")
         if parsed.choose:
-            write_choice(parsed.choose, dataset, best_points(study, cells), f"fedcpsl paper {study.name}")
+            write_choice(parsed.choose, dataset, best_points(study, dataset, cells), f"fedcpsl paper {study.name}")
             print(f"chosen   {parsed.choose}")
     return report_failed(runs)

@@ -168,18 +168,23 @@ def _side_by_side(
     return [Matrix(caption, reaches, reached_rows), Matrix(NEEDS_CAPTION, ["", "personal", *NEEDS_HEAD], needed_rows)]
 
 
-def best_points(study: Study, cells: Sequence[CaseResults]) -> dict[str, dict[str, Any]]:
-    """Return the point of every row's grid with the best mean, by algorithm; InputError where some are missing."""
+def best_points(study: Study, dataset: str, cells: Sequence[CaseResults]) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Return the point of every grid with the best mean, by (algorithm,), or by (panel, row) if the study has panels.
+
+    A point of a panel has what the study was told of its row too. InputError where some are not finished.
+    """
     if study.shows != "map":
         raise InputError(f"--choose: {study.name} is not a study of settings; give one that shows a map")
-    best: dict[str, tuple[float, dict[str, Any]]] = {}
+    best: dict[tuple[str, ...], tuple[float, dict[str, Any]]] = {}
     for cell in cells:
         score, name = mean_score(cell)[0], next((run["algorithm"] for run in cell.runs if run["algorithm"]), "")
         if len(cell.folders) < len(cell.runs):
             raise InputError(f"--choose: {cell.line.case.name} of {study.name} is not finished; run it first")
-        if name and score > best.get(name, (float("-inf"), {}))[0]:
-            best[name] = score, dict(cell.line.point)
-    return {name: point for name, (_, point) in best.items()}
+        place = (cell.line.panel, cell.line.row) if cell.line.panel else (name,)
+        given = study.tuned.get(dataset, {}).get(cell.line.panel, {}).get(cell.line.row, {})
+        if name and score > best.get(place, (float("-inf"), {}))[0]:
+            best[place] = score, given | cell.line.point
+    return {place: point for place, (_, point) in best.items()}
 
 
 def _steps(cells: Sequence[CaseResults]) -> str:

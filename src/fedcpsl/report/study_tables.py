@@ -3,6 +3,7 @@
 That is what its algorithms need, and in edge networks virtual time, energy, bytes, lost uploads and far devices.
 """
 
+import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
@@ -110,20 +111,35 @@ def _mean(runs: ResultRows, key: str) -> float | None:
     return float(np.mean(known)) if known else None
 
 
-def write_choice(path: Path, dataset: str, best: Mapping[str, Mapping[str, Any]], made_by: str) -> None:
-    """Write the best point of every algorithm on one data set; what the file has of others stays."""
+def write_choice(path: Path, dataset: str, best: Mapping[tuple[str, ...], Mapping[str, Any]], made_by: str) -> None:
+    """Write the best points on one data set, by algorithm or by panel and row; what the file has of others stays."""
     try:
         known = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InputError(f"--choose {path}: cannot be read as TOML: {error}") from error
+    for (*outer, last), point in best.items():
+        here = known.setdefault(dataset, {})
+        for name in outer:
+            here = here.setdefault(name, {})
+        here[last] = nested(point)
     lines = [f"# The best points of `{made_by}`, by mean accuracy on validation samples over its seeds."]
-    for name, of in (known | {dataset: {a: nested(point) for a, point in best.items()}}).items():
-        for algorithm, sections in of.items():
-            lines.append(f"[{name}.{algorithm}]")
-            for section, values in sections.items():
-                given = ", ".join(f"{key} = {toml_value(value)}" for key, value in values.items())
-                lines.append(f"{section} = {{ {given} }}")
-    write_whole(path, "\n".join(lines) + "\n")
+    write_whole(path, "\n".join([*lines, *_tables(known)]) + "\n")
+
+
+def _tables(content: Mapping[str, Any], *names: str) -> list[str]:
+    """Return nested tables as lines of TOML: a table for each that holds sections of settings."""
+    if not all(isinstance(value, dict) for of in content.values() for value in of.values()):
+        sections = (
+            f"{section} = {{ {', '.join(f'{key} = {toml_value(value)}' for key, value in values.items())} }}"
+            for section, values in content.items()
+        )
+        return [f"[{'.'.join(map(_key, names))}]", *sections]
+    return [line for name, of in content.items() for line in _tables(of, *names, name)]
+
+
+def _key(name: str) -> str:
+    """Return a key as TOML has it, quoted where it must be."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)
 
 
 def nested(point: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -23,6 +23,7 @@ KEYS = {
     "datasets": list,
     "bases": dict,
     "chosen": str,
+    "chosen_by_panel": str,
     "seeds": int,
     "first_seed": int,
     "settings": dict,
@@ -36,6 +37,7 @@ KEYS = {
     "published": dict,
     "needs": bool,
 }
+CHOSEN = ("chosen", "chosen_by_panel")  # files that another study wrote
 SHOWS = ("curves", "costs", "map", "trend", "rate")
 
 
@@ -106,7 +108,7 @@ def read_study(path: Path) -> Study:
     content, flat = _toml(path), partial(flat_settings, where=str(path))
     _check_keys(path, content)
     bases = {name: with_settings(Config(), read_config(path.parent / base)) for name, base in content["bases"].items()}
-    chosen = _toml(path.parent / content["chosen"]) if "chosen" in content else {}
+    chosen, by_panel = (_toml(path.parent / content[key]) if key in content else {} for key in CHOSEN)
     rows, grids, only = {}, {}, {}
     for row, nested in content["rows"].items():
         grids[row] = flat(nested.get("grid", {})) | flat(content.get("grid", {}))
@@ -134,7 +136,7 @@ def read_study(path: Path) -> Study:
         rows=rows,
         tuned={
             d: {panel: {row: flat(s) for row, s in of.items()} for panel, of in panels.items()}
-            for d, panels in content.get("tuned", {}).items()
+            for d, panels in _merged(by_panel, content.get("tuned", {})).items()
         },
         reference=reference,
         grids=grids,
@@ -143,6 +145,13 @@ def read_study(path: Path) -> Study:
         needs=content.get("needs", False),
         only=only,
     )
+
+
+def _merged(by_panel: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by data set, panel and row, those of `over` in place of the others."""
+    datasets = {*by_panel, *over}
+    panels = {d: {*by_panel.get(d, {}), *over.get(d, {})} for d in datasets}
+    return {d: {p: by_panel.get(d, {}).get(p, {}) | over.get(d, {}).get(p, {}) for p in panels[d]} for d in datasets}
 
 
 def _check_keys(path: Path, content: Mapping[str, Any]) -> None:
