@@ -244,10 +244,14 @@ def _kept(state: State, devices: Sequence[int], index: Tensor) -> Tree:
 def prediction_numbers(state: State, devices: Sequence[int]) -> Tree:
     """The numbers that some devices predict with, [devices, ...]."""
     terms, index = state.setup.terms, to_device(np.array(devices, np.int64), state.targets.device)
-    hyper = map_tensors(lambda t: t[index], terms.hyper)
-    if not devices or not optional(terms.algorithm, "predicting"):
-        return hyper
-    return predicting(terms.algorithm, terms.method_after(state.round), hyper, _kept(state, devices, index))
+    method, algorithm = terms.method_after(state.round), terms.algorithm
+    if devices and optional(algorithm, "predicting") and state.sparse is not None:  # one by one: states may be large
+        each = [predicting(algorithm, method, state.hyper(i), state.device(i)) for i in devices]
+        return map_tensors(lambda *rows: torch.stack(rows), *each)
+    of_all = terms.hyper
+    if devices and optional(algorithm, "predicting"):
+        of_all = predicting(algorithm, method, terms.hyper, state.devices)
+    return map_tensors(lambda t: t[index], of_all)
 
 
 def versions_of(state: State) -> NDArray[np.int64]:

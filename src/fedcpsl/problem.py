@@ -163,6 +163,7 @@ class PriorCosts(NamedTuple):
     weights: Tensor  # [..., samples]
     log_pi: Tensor  # [..., classes]
     beta: Tensor | None  # [...]
+    partner: Tensor | None = None  # log h(theta_i) in evaluation mode, where the mode matters
 
     def __call__(self, log_h: Tensor) -> Tensor:
         return prior_costs(self, log_h)
@@ -176,7 +177,8 @@ def prior_costs(given: PriorCosts, log_h: Tensor) -> Tensor:
     log_h = with_prior(log_h, given.log_pi.unsqueeze(-2))
     if given.beta is not None:
         general, own = log_h.unbind(-3)
-        log_h = torch.stack([general, mixture(own, general.detach(), given.beta)], -3)
+        fixed = general.detach() if given.partner is None else with_prior(given.partner, given.log_pi)
+        log_h = torch.stack([general, mixture(own, fixed, given.beta)], -3)
     loss = cross_entropy(log_h, given.target.unsqueeze(-3))
     return (given.weights.unsqueeze(-2) * loss).sum(-1)
 

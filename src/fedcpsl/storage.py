@@ -266,8 +266,12 @@ def read_numbers(path: Path) -> dict[str, Any]:
         raise RunError(f"{path}: corrupt ({error}); {_advice(path)}") from error
 
 
-def load_tensors(path: Path) -> "tuple[dict[str, Tensor], dict[str, Any]]":
-    """Return the tensors and numbers that `save_tensors` wrote; RunError if the file was changed since."""
+def load_tensors(path: Path, *, mapped: bool = False) -> "tuple[dict[str, Tensor], dict[str, Any]]":
+    """Return the tensors and numbers that `save_tensors` wrote; RunError if the file was changed since.
+
+    `mapped`: they stay in the file until they are copied. Do not compute with these: where the file has them they are
+    aligned otherwise than in memory, and products of matrices are then rounded otherwise.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -280,7 +284,7 @@ def load_tensors(path: Path) -> "tuple[dict[str, Tensor], dict[str, Any]]":
         raise RunError(f"{path}: not written by this version of fedcpsl; {_advice(path)}")
     if _digest(tensors, about["numbers"]) != about["sha256"]:
         raise RunError(f"{path}: corrupt (its checksum does not match its content); {_advice(path)}")
-    return tensors, about["numbers"]
+    return tensors if mapped else {name: t.clone() for name, t in tensors.items()}, about["numbers"]
 
 
 def _advice(path: Path) -> str:

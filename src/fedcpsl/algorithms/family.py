@@ -272,10 +272,8 @@ def init_device(method: Method, broadcast: Broadcast) -> Device:
     )
 
 
-def admit(method: Method, server: Server, before: Roster, after: Roster) -> Server:
+def admit(_method: Method, server: Any, before: Roster, after: Roster) -> Any:
     """c = c S_old / S_new: joiners have c_i = 0, so c stays the weighted mean of all c_i."""
-    if not _parts(method).control_variates:
-        return server
     return server._replace(c=server.c * (before.samples / after.samples))
 
 
@@ -382,8 +380,8 @@ def finish(
 
 def effective_steps(gamma: Tensor, steps: Tensor) -> Tensor:
     """Q~ = Q/(1-gamma) - gamma (1 - gamma^Q)/(1-gamma)^2: what Q steps with momentum amount to."""
-    steps = steps.to(gamma.dtype)
-    return steps / (1 - gamma) - gamma * (1 - gamma**steps) / (1 - gamma) ** 2
+    gamma, steps, kind = gamma.double(), steps.double(), gamma.dtype  # nearly equal numbers for gamma near 1
+    return (steps / (1 - gamma) - gamma * (1 - gamma**steps) / (1 - gamma) ** 2).to(kind)
 
 
 def mean_gradient(hyper: Any, upload: Upload) -> Tensor:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from fedcpsl import held_out
-from fedcpsl.algorithm import Method, Roster, Traits, Visit
+from fedcpsl.algorithm import Method, Traits, Visit
 from fedcpsl.algorithms.family import (
     Sum,
     Upload,
+    admit,
     descend,
     greeting,
     mean_gradient,
@@ -37,7 +38,7 @@ from fedcpsl.schedule import Sizes
 from fedcpsl.settings import AUTO, SEARCH, choice, real, whole
 from fedcpsl.views import CHOICES
 
-__all__ = ["greeting", "received_model", "reweighted", "started_again", "update_rate"]
+__all__ = ["admit", "greeting", "received_model", "reweighted", "started_again", "update_rate"]
 
 PREDICTS_WITH = ("beta", "log_pi")
 HELD_OUT = "held-out"
@@ -312,11 +313,6 @@ def with_labels(method: Method, hyper: Hyper, device: Device, labels: Tensor) ->
     return device._replace(pi=count_prior(labels, _smoothing(method, hyper)))
 
 
-def admit(_method: Method, server: Server, before: Roster, after: Roster) -> Server:
-    """c = c S_old / S_new: joiners have c_i = 0, so c stays the weighted mean of all c_i."""
-    return server._replace(c=server.c * (before.samples / after.samples))
-
-
 # The prior.
 
 
@@ -460,8 +456,10 @@ def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     weights = held_out.trained_weights(samples, local.period) + hyper.lambda_u[..., None] * samples.unlabelled
     weights = torch.cat([weights.narrow(-1, 0, labelled), weights.narrow(-1, labelled, unlabelled) * confident], -1)
 
-    beta = local.beta if method.traits.models == 2 else None
-    cost = PriorCosts(target, weights, local.log_pi_costs, beta)
+    beta, partner = local.beta if method.traits.models == 2 else None, None
+    if beta is not None and not network.same_in_both_modes:
+        partner = network.log_probabilities(network.join([leaf.select(lead, 0) for leaf in models]), each.x)
+    cost = PriorCosts(target, weights, local.log_pi_costs, beta, partner)
     costs = network.add_gradient(mu, models, *each.inputs, cost, of_outputs=True)
     descend(models, local.rates, mu)
     return local._replace(costs=local.costs + costs)
@@ -562,7 +560,8 @@ def decay(method: Method, updates: Tensor) -> Tensor:
     """(1 + cos(pi r / R)) / 2, after r updates of theta: what step sizes are multiplied by; never zero."""
     if not _rules(method).decay or not method.rounds:
         return torch.ones_like(updates)
-    return (1 + torch.cos(updates.clamp(max=method.rounds - 1) * (pi / method.rounds))) / 2
+    left = method.rounds - updates.clamp(max=method.rounds - 1)
+    return torch.sin(left * (pi / (2 * method.rounds))) ** 2  # 1 + cos would be 0 in float32 after very many rounds
 
 
 def invariants(method: Method, server: Server, devices: Device, omega: Tensor) -> dict[str, Tensor]:

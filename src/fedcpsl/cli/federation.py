@@ -295,8 +295,16 @@ def add_join(commands: Any) -> None:
         allow_abbrev=False,
     )
     join.add_argument("server", nargs="?", default="", metavar="HOST:PORT", help="the server")
-    join.add_argument("--data", type=Path, required=True, metavar="FILE", help="an .npz, .csv, .tsv or .parquet file")
-    join.add_argument("--label", default="", metavar="COLUMN", help="the column of a table that is the label")
+    join.add_argument(
+        "--data",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="a table (.csv, .tsv, .parquet), an .npz file, or a folder LABEL/*.png",
+    )
+    join.add_argument(
+        "--label", default="", metavar="COLUMN", help="the column of a table that is the label, if it has one"
+    )
     join.add_argument("--test-column", default="", metavar="COLUMN", help="the column that marks test rows")
     join.add_argument(
         "--drop", default="", metavar="COLUMNS", help="columns to leave out, separated by commas; #2 is the second"

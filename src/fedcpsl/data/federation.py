@@ -247,13 +247,17 @@ def parse_axes(text: str, channels: int) -> tuple[tuple[int, int, int], ...]:
     return tuple((a, b, c) for a, b, c in found)
 
 
-def array_source(x: Any, y: Any, device: Any, test: Any = None, recording: Any = None) -> Source:
+def array_source(
+    x: Any, y: Any, device: Any, test: Any = None, recording: Any = None, *, labels_needed: bool = True
+) -> Source:
     """Check arrays of samples; `device` may be None if a partition will assign them."""
     x, y = np.asarray(x), np.asarray(y)
     test = None if test is None else np.asarray(test)
     given = np.zeros(len(y) if y.ndim else 0, int) if device is None else np.asarray(device)
     recording = None if recording is None else np.asarray(recording)
     _check_arrays(x, y, given, test, recording)
+    if labels_needed and y.max() < 0:
+        raise InputError("no sample has a label: every y is -1; give some labels, 0, 1, ...")
     if not x.dtype.isnative or x.dtype.itemsize > 8:
         x = x.astype(np.float64 if x.dtype.itemsize > 8 else x.dtype.newbyteorder("="))
     y = y.astype(np.int64)
@@ -344,8 +348,6 @@ def _check_arrays(
         raise InputError(f"y has the label {y.min()}: classes are 0, 1, ..., and -1 means unlabelled")
     if y.max() >= 1000 and len(np.unique(y)) < y.max() / 2:
         raise InputError(f"y has the class {y.max()} and few others: number the classes 0, 1, 2, ... without gaps")
-    if y.max() < 0:
-        raise InputError("no sample has a label: every y is -1; give some labels, 0, 1, ...")
     if test is not None and not np.isin(test, (0, 1)).all():
         raise InputError("test must be 0 or 1 (or a boolean) for each sample")
     if test is not None and (y[test.astype(bool)] < 0).any():

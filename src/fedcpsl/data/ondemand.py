@@ -60,6 +60,17 @@ class OnDemand:
         samples = [array for device in some.tolist() for array in self.samples(device)]
         return digest_of(*self.sizes, self.tests, *samples)
 
+    def label_counts(self, device: int) -> NDArray[np.int64]:
+        """Return how many labelled samples of each class a device has; made once."""
+        if device not in self._label_counts:
+            labels = self.samples(device).y[: int(self.sizes.labelled[device])]
+            self._label_counts[device] = np.bincount(labels, minlength=self.classes)
+        return self._label_counts[device]
+
+    @cached_property
+    def _label_counts(self) -> dict[int, NDArray[np.int64]]:
+        return {}
+
     def samples(self, device: int) -> DeviceSamples:
         """Make one device's samples and check them."""
         name, shape = self.names[device], self.shape

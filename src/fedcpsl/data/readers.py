@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcpsl.data.federation import Source, array_source, natural_key
-from fedcpsl.data.notes import note_classes, note_images, note_inputs, track
+from fedcpsl.data.notes import note, note_classes, note_devices, note_images, note_inputs, track
 from fedcpsl.errors import InputError
 
 IMAGE_FILES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".gif")
-UNLABELLED_FOLDERS = ("unlabelled", "unlabeled")
+UNLABELLED_FOLDERS = ("unlabelled", "unlabeled")  # in any case
 SNIFFED_LINES = 200
 _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+([eE][+-]?\d+)?")
 _NOT_A_NUMBER = re.compile(r"In CSV column #(\d+): (?:Row #(\d+): )?.* invalid value '(.*)'", re.S)
@@ -51,7 +51,7 @@ def _read_array(path: Path, archive: Any, name: str) -> NDArray[Any]:
     return array
 
 
-def read_npz(path: Path, *, devices_needed: bool) -> Source:
+def read_npz(path: Path, *, devices_needed: bool, labels_needed: bool = True) -> Source:
     """Read your own arrays: `x`, `y` (-1 where unlabelled), `device`, and optionally `test` and `recording`."""
     arrays = read_archive(path)
     for name in ("x", "y", "device") if devices_needed else ("x", "y"):
@@ -59,7 +59,7 @@ def read_npz(path: Path, *, devices_needed: bool) -> Source:
             raise InputError(f"{path}: has no array {name!r} (it has {', '.join(arrays) or 'none'}); add it")
     try:
         others = (arrays.get(name) for name in ("device", "test", "recording"))
-        source = array_source(arrays["x"], arrays["y"], *others)
+        source = array_source(arrays["x"], arrays["y"], *others, labels_needed=labels_needed)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     note_inputs(path.name, source.x)
@@ -67,16 +67,16 @@ def read_npz(path: Path, *, devices_needed: bool) -> Source:
     return source
 
 
-def read_image_folder(folder: Path, side: int = 0) -> Source:
-    """Read device/label/*.png, and device/unlabelled/ for images without a label.
+def read_image_folder(folder: Path, side: int = 0, *, one_device: bool = False) -> Source:
+    """Read device/label/*.png, and device/unlabelled/ for images without a label; label/*.png of one device.
 
     Images are bytes [samples, channels, height, width]: one channel if all are grey, else three. They are scaled to
     squares of `side` pixels, if it is given.
     """
-    files = _image_files(folder)
+    files = _image_files(folder, one_device=one_device)
     devices = sorted({device for device, _, _ in files}, key=natural_key)
-    classes = sorted({label for _, label, _ in files if label not in UNLABELLED_FOLDERS}, key=natural_key)
-    if not classes:
+    classes = sorted({label for _, label, _ in files if not is_unlabelled(label)}, key=natural_key)
+    if not classes and not one_device:
         raise InputError(f"{folder}: no image has a label; put some into {folder}/DEVICE/LABEL/")
     paths = [path for _, _, path in files]
     if side:
@@ -84,6 +84,11 @@ def read_image_folder(folder: Path, side: int = 0) -> Source:
     else:
         note_images(folder.name, _pixels(paths[0], None).shape)
         images = read_images(paths, fix="make all images the same size, or give --set data.image_size=64")
+    if not one_device:
+        note_devices(folder.name, devices, len(files))
+        note_classes(folder.name, classes, sum(not is_unlabelled(label) for _, label, _ in files))
+    elif len(devices) > 1:
+        note(f"{folder.name}: the images of {', '.join(devices)} are taken together, as those of one device")
     class_number = {name: i for i, name in enumerate(classes)}
     device_number = {name: i for i, name in enumerate(devices)}
     return Source(
@@ -95,15 +100,30 @@ def read_image_folder(folder: Path, side: int = 0) -> Source:
     )
 
 
-def _image_files(folder: Path) -> list[tuple[str, str, Path]]:
+def is_unlabelled(folder: str) -> bool:
+    """Return whether the images of a folder of this name have no label."""
+    return folder.lower() in UNLABELLED_FOLDERS
+
+
+def images_in(folder: Path) -> list[Path]:
+    """Return the images anywhere in a folder, sorted by name."""
+    return [path for path in _visible_files(folder) if path.suffix.lower() in IMAGE_FILES]
+
+
+def _visible_files(folder: Path) -> list[Path]:
+    """Return the files anywhere in a folder, without hidden ones, which systems leave behind."""
+    files = (path for path in sorted(folder.rglob("*")) if not path.is_dir())
+    return [path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+
+
+def _image_files(folder: Path, *, one_device: bool) -> list[tuple[str, str, Path]]:
     """Return (device, label, file) of every image, sorted by name."""
     files = []
-    for path in sorted(folder.rglob("*")):
+    for path in _visible_files(folder):
         parts = path.relative_to(folder).parts
-        if path.is_dir() or any(part.startswith(".") for part in parts):
-            continue
         if path.suffix.lower() not in IMAGE_FILES:
             raise InputError(f"{path}: not an image ({', '.join(IMAGE_FILES)}); move it elsewhere")
+        parts = ("", *parts) if one_device and len(parts) == 2 else parts
         if len(parts) != 3:
             raise InputError(f"{path}: images belong into {folder}/DEVICE/LABEL/ or {folder}/DEVICE/unlabelled/")
         files.append((parts[0], parts[1], path))
@@ -143,16 +163,27 @@ def _pixels(path: Path, size: tuple[int, int] | None) -> NDArray[np.uint8]:
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
-        with Image.open(path) as image:
+        with Image.open(path) as opened:
+            image = ImageOps.exif_transpose(opened)  # as it was taken, not as its camera lay
             if image.mode == "F":
                 raise ValueError("its pixels are floating-point numbers")
             if image.mode.startswith("I"):  # 16 bits per pixel, which Pillow would clip at 255
                 plain = Image.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8))
             else:
-                plain = image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
+                plain = _on_white(image).convert("L" if image.mode in ("1", "L", "LA") else "RGB")
             return np.asarray(plain if size is None else ImageOps.fit(plain, size[::-1]))
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise InputError(f"{path}: not a readable image ({error}); replace or remove it") from error
+
+
+def _on_white(image: Any) -> Any:
+    """Return an image without transparency: what is under transparent pixels is not seen."""
+    from PIL import Image
+
+    if image.mode not in ("LA", "RGBA", "PA") and "transparency" not in image.info:
+        return image
+    above = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), above)
 
 
 class Dialect(NamedTuple):

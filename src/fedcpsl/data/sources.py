@@ -35,7 +35,7 @@ from fedcpsl.data.split import (
     iid,
     like_training,
 )
-from fedcpsl.data.tables import Columns, TableOptions, check_columns, is_table, read_table
+from fedcpsl.data.tables import Columns, check_columns, is_table, options_of, read_table
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.schedule import stream
 from fedcpsl.settings import PUBLISHED_TESTS
@@ -276,9 +276,9 @@ def resolve_auto(data: config.Data) -> config.Data:
     return replace(data, dataset=dataset, partition=partition, labelled=labelled, normalise=normalise, axes=axes)
 
 
-def load_source(data: config.Data) -> Source:
-    """Read the samples that the settings describe."""
-    source = _read_source(data)
+def load_source(data: config.Data, *, one_device: bool = False) -> Source:
+    """Read the samples that the settings describe; those of one device among others may have no label."""
+    source = _read_source(data, one_device=one_device)
     axes = "" if data.axes == config.AUTO else data.axes
     if axes and source.x.ndim != 3:
         raise InputError(f'data.axes = "{axes}": only windows [channels, time] have axes; leave it out')
@@ -286,15 +286,13 @@ def load_source(data: config.Data) -> Source:
 
 
 def check_header(data: config.Data) -> None:
-    """Raise InputError where your own table lacks a column that is named; its rows are not read."""
+    """Raise InputError where a device's table lacks a column that is named; its rows are not read."""
     path = Path(data.file)
     if is_table(path):
-        if not data.label:
-            raise InputError(f"{path}: {NO_LABEL}")
         check_columns(path, Columns(data.label, data.device_column, data.test_column))
 
 
-def _read_source(data: config.Data) -> Source:
+def _read_source(data: config.Data, *, one_device: bool) -> Source:
     if data.image_size and not (data.dataset == "own" and Path(data.file).is_dir()):
         raise InputError(
             f"data.image_size = {data.image_size}: only the images of a folder are scaled, and {data.title} is none; "
@@ -304,19 +302,19 @@ def _read_source(data: config.Data) -> Source:
         return _read_named(NAMED[data.dataset], data_folders(data.dir), published_tests=data.test == PUBLISHED_TESTS)
     path = Path(data.file)
     if path.is_dir():
-        return read_image_folder(path, data.image_size)
+        return read_image_folder(path, data.image_size, one_device=one_device)
     if is_table(path):
         if not path.exists():
             raise InputError(f"{path}: no such file")
-        if not data.label:
+        if not data.label and not one_device:
             raise InputError(f"{path}: {NO_LABEL}")
         if data.partition == "natural" and not data.device_column and not data.split:
             raise InputError(f"{path}: {NO_DEVICES}")
-        dropped = tuple(name.strip() for name in data.drop.split(",")) if data.drop else ()
-        options = TableOptions(dropped, missing_is_class=data.missing_labels == "class")
+        options = options_of(data.drop, data.missing_labels, labels_needed=not one_device)
         return read_table(path, Columns(data.label, data.device_column, data.test_column), options)
     if path.suffix in (".npz", ".npy") or not path.exists():
-        return read_npz(path, devices_needed=data.partition == "natural" and not data.split)
+        devices_needed = data.partition == "natural" and not data.split
+        return read_npz(path, devices_needed=devices_needed, labels_needed=not one_device)
     raise InputError(f"{path}: give an .npz, .csv, .tsv or .parquet file, or a folder of images")
 
 

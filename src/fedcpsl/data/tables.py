@@ -4,6 +4,7 @@ Text columns become numbers: labels and devices as codes, features as 0 and 1.
 """
 
 import csv
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from fedcpsl.errors import InputError, did_you_mean
 TABLE_FILES = (".csv", ".tsv", ".parquet")
 TRUTH_VALUES = {"true": 1.0, "yes": 1.0, "t": 1.0, "y": 1.0, "false": 0.0, "no": 0.0, "f": 0.0, "n": 0.0}
 MAX_CATEGORIES = 50  # of a text column that becomes features
+_WHOLE = re.compile(r"[+-]?\d+(\.0*)?")
 TRUE, FALSE = ("1", "true", "yes"), ("0", "false", "no", "")
 
 
@@ -36,6 +38,7 @@ class TableOptions(NamedTuple):
 
     drop: tuple[str, ...] = ()  # columns that are left out; #2 is the second
     missing_is_class: bool = False  # whether NA, null, ? and the like are classes
+    labels_needed: bool = True
 
 
 DEFAULT_OPTIONS = TableOptions()
@@ -56,15 +59,21 @@ def read_table(path: Path, columns: Columns, options: TableOptions = DEFAULT_OPT
         )
 
 
-def column_names(path: Path) -> list[str]:
-    """Return the names of all columns of a file, in its order."""
+def options_of(drop: str, missing_labels: str, *, labels_needed: bool = True) -> TableOptions:
+    """Return the options that the settings data.drop and data.missing_labels stand for."""
+    dropped = tuple(name.strip() for name in drop.split(",")) if drop else ()
+    return TableOptions(dropped, missing_labels == "class", labels_needed)
+
+
+def column_names(path: Path, columns: Sequence[str] = ()) -> list[str]:
+    """Return the names of all columns of a file, in its order; a frame's index only where `columns` name it."""
     with _readable(path):
-        return _names(_parquet_names(path)) if _is_parquet(path) else _names(header_of(path))
+        return _names(_parquet_schema(path, columns).names if _is_parquet(path) else header_of(path))
 
 
 def check_columns(path: Path, columns: Columns) -> None:
     """Raise InputError where a file lacks one of these columns; its rows are not read."""
-    names = column_names(path)
+    names = column_names(path, columns)
     with _readable(path):
         _check_columns(names, columns)
 
@@ -77,22 +86,34 @@ class Rows(NamedTuple):
     device: list[str] | None  # the same for the row's device
 
 
-def read_rows(path: Path, features: Sequence[str], columns: Columns) -> Rows:
-    """Read a file that has the features of training, in any order; of `columns`, the label and the device are read."""
+def read_rows(path: Path, features: Sequence[str], columns: Columns, options: TableOptions = DEFAULT_OPTIONS) -> Rows:
+    """Read a file that has the features of training, in any order; of `columns`, the label and the device are read.
+
+    Columns that were left out of training are left out if the file has them.
+    """
     with _readable(path):
-        names = column_names(path)
+        names = column_names(path, columns)
         present = Columns(*(name if name in names else "" for name in columns))
         wanted = set(_without_categories(features, names))
-        dropped = tuple(name for name in names if name not in wanted and (not name or name not in columns))
+        dropped = dropped_of(names, options.drop, features)
+        unknown = [name for name in names if name not in (*wanted, *dropped) and (not name or name not in columns)]
 
         def read(names: list[str], text_columns: list[str], batches: Iterable[Any]) -> Rows:
-            table = build_table(names, text_columns, batches, present)
+            table = build_table(names, text_columns, batches, present, dropped)
             label, device = (_cells(table, column) if column else None for column in (present.label, present.device))
-            known = label and ["" if is_missing(text) else text for text in label]
+            known = label and ["" if not options.missing_is_class and is_missing(text) else text for text in label]
             return Rows(features_in_order(table.x, table.features, features), known, device)
 
-        _check_features(names, wanted, columns, dropped)
-        return _read(path, present, read, TableOptions())
+        _check_features(names, wanted, columns, unknown)
+        words = [name for name in columns_of_words(path, features) if name in names]
+        return _read(path, present, read, TableOptions(dropped), words)
+
+
+def dropped_of(names: Sequence[str], drop: Sequence[str], features: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns of another file that were left out of training; the features of training never are."""
+    wanted = set(_without_categories(features, names))
+    found = (_numbered(names, each) for each in drop)
+    return tuple(name for name in found if name in names and name not in wanted)
 
 
 class TableRows(NamedTuple):
@@ -105,7 +126,7 @@ class TableRows(NamedTuple):
 
 def _cells(table: TableRows, column: str) -> list[str]:
     """Return a column's texts, empty if a cell has none."""
-    codes, texts = merge_codes(table.texts[column])
+    codes, texts = merge_names(table.texts[column])
     return [texts[code] if code >= 0 else "" for code in codes.tolist()]
 
 
@@ -125,8 +146,12 @@ def features_in_order(
     wanted, made = set(features), {name: x[:, k] for k, name in enumerate(names)}
     for name in names:
         column, _, value = name.partition("=")
+        of_column = [each for each in features if each.startswith(f"{name}=")]
+        truths = {each: TRUTH_VALUES.get(each.partition("=")[2].lower()) for each in of_column}
         if column in wanted and value.lower() in TRUTH_VALUES:  # true or false, of which the rows have only one
             made[column] = made.get(column, 0) + TRUTH_VALUES[value.lower()] * made[name]
+        elif name not in wanted and truths and None not in truths.values():  # one was empty in training
+            made |= {each: (made[name] == truth).astype(np.float32) for each, truth in truths.items()}
         elif name not in wanted:
             what = f"column {column!r} has {value!r}" if value else f"there is a column {name!r}"
             raise InputError(f"{what}, which {of}")
@@ -205,20 +230,20 @@ def _arrow(what: str) -> Any:
 Use = Callable[[list[str], list[str], Iterable[Any]], Any]  # of all columns, the text columns, and batches of rows
 
 
-def _read(path: Path, columns: Columns, use: Use, options: TableOptions) -> Any:
-    """Return `use` of a file's rows. A column with a cell that is not a number is read again as text."""
+def _read(path: Path, columns: Columns, use: Use, options: TableOptions, words: Sequence[str] = ()) -> Any:
+    """Return `use` of a file's rows. A column with a cell that is not a number, or one of `words`, is read as text."""
     import pyarrow as pa
 
     if _is_parquet(path):
         from pyarrow.parquet import ParquetFile
 
-        file = ParquetFile(path)
-        names = _names(file.schema_arrow.names)
-        return use(names, _text_columns(file.schema_arrow, columns), file.iter_batches(batch_size=1 << 16))
+        file, schema = ParquetFile(path), _parquet_schema(path, columns)
+        names = _names(schema.names)
+        return use(names, _text_columns(schema, columns), file.iter_batches(batch_size=1 << 16, columns=names))
     names = _names(header_of(path))
     _check_columns(names, columns)  # before a device's name is parsed as a number
     other, dropped = {name for name in columns if name}, set(_dropped(names, options))
-    text_columns: list[str] = []
+    text_columns = list(words)
     while True:
         try:
             return use(names, text_columns, batches_of(path, names, other | dropped | set(text_columns)))
@@ -249,23 +274,33 @@ def _dropped(names: Sequence[str], options: TableOptions) -> list[str]:
     """Return the names of the columns to leave out, which are given by name or by number."""
     found = []
     for drop in options.drop:
-        number = drop[1:] if drop.startswith("#") and drop not in names else ""
-        name = names[int(number) - 1] if number.isdigit() and 0 < int(number) <= len(names) else drop
+        name = _numbered(names, drop)
         if name not in names:
             raise InputError(f"has no column {drop!r} (--drop); {did_you_mean(drop, names)}")
         found.append(name)
     return found
 
 
+def _numbered(names: Sequence[str], drop: str) -> str:
+    """Return the name of the column that #2 stands for; any other text is a name itself."""
+    number = drop[1:] if drop.startswith("#") and drop not in names else ""
+    return names[int(number) - 1] if number.isdigit() and 0 < int(number) <= len(names) else drop
+
+
 def _is_parquet(path: Path) -> bool:
     return kind_of(path) == ".parquet"
 
 
-def _parquet_names(path: Path) -> list[str]:
+def _parquet_schema(path: Path, columns: Sequence[str] = ()) -> Any:
+    """Return a file's schema without the index of a frame, which is no feature; `columns` are kept nevertheless."""
     from pyarrow.parquet import read_schema
 
-    names: list[str] = read_schema(path).names
-    return names
+    schema = read_schema(path)
+    index = [name for name in (schema.pandas_metadata or {}).get("index_columns", []) if isinstance(name, str)]
+    left_out = [name for name in index if name in schema.names and name not in columns]
+    for name in left_out:
+        schema = schema.remove(schema.get_field_index(name))
+    return schema
 
 
 def _names(names: Sequence[str]) -> list[str]:
@@ -287,10 +322,17 @@ def _source(
     x, features, texts = build_table(names, text_columns, batches, columns, _dropped(names, options))
     note_columns(where, features, x, names)
     note_inputs(where, x, features)
-    y, class_names = _labels(*merge_codes(texts[columns.label]), columns.label, options, where)
+    y, class_names = (
+        _labels(*merge_names(texts[columns.label]), columns.label, options, where)
+        if columns.label
+        else (
+            np.full(len(x), -1, np.int64),
+            tuple[str, ...](),
+        )
+    )
     source = Source(x, y, class_names, features=features)
     if columns.device:
-        codes, found = merge_codes(texts[columns.device])
+        codes, found = merge_names(texts[columns.device])
         if (codes < 0).any():
             row = int(np.flatnonzero(codes < 0)[0])
             raise InputError(f"column {columns.device!r} is empty in row {row + 1}: name the device of every row")
@@ -324,7 +366,7 @@ def _labels(
     """Return class numbers and names; empty, -1 and texts such as NA are unlabelled, unless these are classes."""
     present = [text for i, text in enumerate(texts) if text not in ("", "-1") and (codes == i).any()]
     used = [text for text in present if options.missing_is_class or not is_missing(text)]
-    if not used:
+    if not used and options.labels_needed:
         raise InputError(f"column {column!r} has no label in any row: give some labels")
     left = [text for text in present if text not in used]
     if left:
@@ -446,6 +488,14 @@ def merge_codes(parts: list[tuple[NDArray[np.int64], list[str]]]) -> tuple[NDArr
         table = np.array([known.setdefault(text, len(known)) for text in texts] + [-1], np.int64)
         whole.append(table[codes])  # -1 selects the last entry
     return np.concatenate(whole), list(known)
+
+
+def merge_names(parts: list[tuple[NDArray[np.int64], list[str]]]) -> tuple[NDArray[np.int64], list[str]]:
+    """Merge the codes of a column of names: where all are whole numbers, 1.0, as pandas writes it, is 1."""
+    codes, names = merge_codes(parts)
+    if all(_WHOLE.fullmatch(name) for name in names if name):
+        return merge_codes([(codes, [name.partition(".")[0] for name in names])])
+    return codes, names
 
 
 def one_hot_columns(

@@ -125,7 +125,7 @@ def make_participant(config: DeviceConfig, job: Job, run: str) -> Participant:
     """Return the device as a participant of a run; InputError where its data does not fit the job."""
     path = Path(config.data.file)
     side = job.config.data.image_size if path.is_dir() else 0
-    source = fit_to_job(load_source(replace(config.data, image_size=side)), job, path)
+    source = fit_to_job(load_source(replace(config.data, image_size=side), one_device=True), job, path)
     source = source._replace(device=np.zeros(len(source.y), np.int64), names=(config.name,))
     seed = job.config.run.seed
     try:

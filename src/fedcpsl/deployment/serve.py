@@ -32,7 +32,7 @@ from fedcpsl.deployment.search import (
 from fedcpsl.errors import InputError, RunError
 from fedcpsl.federation.messages import Transport
 from fedcpsl.federation.privacy import check_delta, epsilon
-from fedcpsl.federation.server import DeviceNames, serve
+from fedcpsl.federation.server import DeviceNames, check_rules, serve
 from fedcpsl.federation.server_store import SERVER_FILE, ServerState, go_back
 from fedcpsl.settings import DEFAULT_ALGORITHM, SEARCH
 from fedcpsl.step_size import CANDIDATES
@@ -213,7 +213,11 @@ def check_job(job: Job, path: Path, text: str) -> None:
         raise InputError(f"{path}: [federation] trial: leave it out; a server sets it for the trials of a step size")
     if job.config.algorithm.eta == SEARCH:
         check_search(job, path, explicit=explicit_step_size(text))
-    job_terms(_sample(job))
+    terms = job_terms(_sample(job))
+    try:
+        check_rules(terms, job.rules)
+    except InputError as error:
+        raise InputError(f"{path}: [federation] {error}") from error
     if job.protection.noise:
         check_delta(job.delta)
 

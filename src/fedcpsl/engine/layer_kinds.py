@@ -32,7 +32,7 @@ class Layer(NamedTuple):
 
 def walk(module: nn.Module, trained: Mapping[str, object]) -> list[Layer]:
     """The layers of a module in order: a `Sequential`'s own, or the module itself."""
-    if _shares_parameters(module):
+    if shares_parameters(module):
         return as_one_layer(module, trained)
     layers = _with_relus_taken_in(_flat(module, trained, ""))
     for i, layer in enumerate(layers):
@@ -49,7 +49,7 @@ def as_one_layer(module: nn.Module, trained: Mapping[str, object]) -> list[Layer
     return [Layer(module, {name: name for name in trained})]
 
 
-def _shares_parameters(module: nn.Module) -> bool:
+def shares_parameters(module: nn.Module) -> bool:
     """Whether layers have a parameter in common: its gradient is known after the last of them."""
     return len(list(module.named_parameters(remove_duplicate=False))) > len(list(module.parameters()))
 

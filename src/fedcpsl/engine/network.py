@@ -28,6 +28,7 @@ from fedcpsl.engine.layer_kinds import (
     pool_before_relu,
     refuse_running_statistics,
     runs_without_vmap,
+    shares_parameters,
     walk,
 )
 from fedcpsl.engine.leafwise import Leaves, as_slots, by_model, cache_last_call, subtract_scaled, unbound
@@ -55,6 +56,7 @@ class Network:
         self.arithmetic = Arithmetic(precision)
         self.classes = classes
         self.input_shape = tuple(example.shape[1:])
+        self.described = repr(module)
         self.module = deepcopy(module).to(example.device, example.dtype)
         refuse_running_statistics(self.module)
         self._dropouts = with_keyed_dropout(self.module)
@@ -62,6 +64,7 @@ class Network:
         if not trained:
             raise InputError("the model has no trainable parameters")
         self.shapes = {name: parameter.shape for name, parameter in trained.items()}
+        self._shares_parameters = shares_parameters(self.module)
         self._first_rank = len(next(iter(self.shapes.values())))
         self._layers = walk(self.module, self.shapes)
         pool_before_relu(self.module)
@@ -181,6 +184,8 @@ class Network:
         """
         self._set_mode(training=True)
         lead = self._lead(models)
+        if not x.shape[len(lead)]:
+            return models[0].new_zeros(lead)
         if self.batched:
             return self._add_gradient_batched(models, at or models, x, keys, differentiated(cost).times(-eta), lead)
         costs, gradients = self._gradients(at or models, x, keys, cost, lead)
@@ -269,7 +274,7 @@ class Network:
         named = dict(zip(self.shapes, leaves, strict=True))
         if self._wants_channels_last and x.dim() == 4 and not x.is_cuda:
             x = x.contiguous(memory_format=torch.channels_last)
-        outputs: Tensor = functional_call(self.module, named, (x,))
+        outputs: Tensor = functional_call(self.module, named, (x,), tie_weights=self._shares_parameters)
         return outputs
 
     def _check_outputs(self, example: Tensor) -> None:

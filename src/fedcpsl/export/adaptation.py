@@ -1,5 +1,6 @@
 """Adapt a run to a device that was not in training: personal rounds only, the global model fixed."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
@@ -11,9 +12,10 @@ from fedcpsl.algorithm import optional
 from fedcpsl.algorithms import find_algorithm
 from fedcpsl.config import Config, Data, to_toml
 from fedcpsl.data.federation import Federation, Source, federate
+from fedcpsl.data.readers import as_colour
 from fedcpsl.data.sources import load_source
 from fedcpsl.data.split import TEST, Shares
-from fedcpsl.data.tables import column_names, is_table
+from fedcpsl.data.tables import column_names, dropped_of, features_in_order, is_table, options_of
 from fedcpsl.errors import InputError
 from fedcpsl.evaluation import Evaluation, evaluate
 from fedcpsl.export.personal_model import with_tensors
@@ -89,7 +91,7 @@ def adapt(run: SavedRun, data: Data, name: str, rounds: int) -> Adapted:
     """
     check_adaptable(run)
     algorithm = run.config.algorithm
-    data = _with_columns(data, run.config.data)
+    data = _with_columns(data, run.config.data, run.features)
     federation = _federation(run, data, name)
     newcomer, adapted = (optional(find_algorithm(algorithm.name)[0], name) for name in ("newcomer", "adapted"))
     if adapted is None and optional(find_algorithm(algorithm.name)[0], "phases") is None:
@@ -118,18 +120,23 @@ def _personal_rounds_alone(setup: Setup, rounds: int) -> Setup:
     return setup._replace(terms=setup.terms._replace(rounds=0, personal_rounds=rounds, two_phase=True))
 
 
-def _with_columns(data: Data, of_run: Data) -> Data:
-    """Return the device's data with the run's device and test columns, if its table has them."""
+def _with_columns(data: Data, of_run: Data, features: Sequence[str]) -> Data:
+    """Return the device's data with the run's device and test columns, if its table has them, and read as the run's."""
     path = Path(data.file)
-    there = column_names(path) if is_table(path) else []
+    if not is_table(path):
+        return data
     columns = {name: getattr(of_run, name) for name in ("device_column", "test_column")}
-    return replace(data, **{name: column for name, column in columns.items() if column in there})
+    there = column_names(path, [*columns.values(), data.label])
+    kept = {name: column for name, column in columns.items() if column in there}
+    left_out = dropped_of(there, options_of(of_run.drop, "").drop, features)
+    label = "" if data.label == of_run.label and data.label not in there else data.label  # nothing is labelled
+    return replace(data, label=label, drop=",".join(left_out), missing_labels=of_run.missing_labels, **kept)
 
 
 def _federation(run: SavedRun, data: Data, name: str) -> Federation:
     """Return the device's samples with the run's classes and normalisation."""
     path = Path(data.file)
-    source = _aligned(load_source(replace(data, partition="iid")), run, path)
+    source = _aligned(load_source(replace(data, partition="iid"), one_device=True), run, path)
     source = source._replace(device=np.zeros(len(source.y), np.int64), names=(name,))
     shares, seed = Shares(test=data.test_share), run.config.run.seed
     try:
@@ -142,13 +149,19 @@ def _aligned(source: Source, run: SavedRun, path: Path) -> Source:
     """Return the samples in the run's form: its columns in its order, its classes by name, its scaling."""
     x, names = source.x, source.class_names
     if run.features and source.features:
-        if sorted(source.features) != sorted(run.features):
-            odd = next(iter(sorted({*source.features} ^ {*run.features})))
-            what = "is not a feature of the run" if odd in source.features else "is missing, a feature of the run"
-            raise InputError(f"{path}: column {odd!r} {what}; give the columns that the run was trained on")
-        x = x[:, [source.features.index(name) for name in run.features]]
+        there = set(source.features) | {name.partition("=")[0] for name in source.features}
+        missing = [name for name in run.features if not {name, name.partition("=")[0]} & there]
+        if missing:
+            raise InputError(
+                f"{path}: column {missing[0]!r} is missing, a feature of the run; give the columns that the run was "
+                "trained on"
+            )
+        try:
+            x = features_in_order(x, source.features, run.features, "is not a feature of the run")
+        except InputError as error:
+            raise InputError(f"{path}: {error}; give the columns that the run was trained on") from error
     if x.ndim == 4 and x.shape[1] == 1 and run.shape[:1] == (3,):  # grey images among coloured ones
-        x = np.repeat(x, 3, 1)
+        x = as_colour(x)
     if x.shape[1:] != run.shape:
         raise InputError(f"{path}: an input has shape {list(x.shape[1:])} where the run's is {list(run.shape)}")
     if path.suffix == ".npz":  # its classes are numbers

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 import fedcpsl
 from fedcpsl.config import Config
-from fedcpsl.data.readers import IMAGE_FILES, UNLABELLED_FOLDERS, as_colour, read_archive, read_images
+from fedcpsl.data.readers import IMAGE_FILES, as_colour, images_in, is_unlabelled, read_archive, read_images
 from fedcpsl.data.scaling import Scaling
-from fedcpsl.data.tables import Columns, is_table, read_rows
+from fedcpsl.data.tables import Columns, is_table, options_of, read_rows
 from fedcpsl.errors import InputError
 
 GLOBAL = "global"
@@ -181,14 +181,16 @@ def _table(path: Path, manifest: ModelManifest) -> NewSamples:
             f"{path}: the model was not trained on a table, so columns have no meaning to it; "
             f"give an array [samples, {', '.join(map(str, manifest.input_shape))}] as .npy or .npz"
         )
-    x, labels, devices = read_rows(path, manifest.features, manifest.columns)
+    data = manifest.config.get("data", {})
+    options = options_of(data.get("drop", ""), data.get("missing_labels", ""))
+    x, labels, devices = read_rows(path, manifest.features, manifest.columns, options)
     return NewSamples(x, range(len(x)), None if labels is None else _classes(labels, manifest), devices)
 
 
 def _images(path: Path, manifest: ModelManifest) -> NewSamples:
     if len(manifest.input_shape) != 3 or manifest.input_shape[0] not in (1, 3):
         raise InputError(f"{path}: the model takes inputs of shape {list(manifest.input_shape)}, which are no images")
-    found = sorted(each for each in path.rglob("*") if each.suffix.lower() in IMAGE_FILES) if path.is_dir() else [path]
+    found = images_in(path) if path.is_dir() else [path]
     if not found:
         raise InputError(f"{path}: has no images ({', '.join(IMAGE_FILES)})")
     scaled = bool(manifest.config.get("data", {}).get("image_size"))
@@ -198,8 +200,8 @@ def _images(path: Path, manifest: ModelManifest) -> NewSamples:
     x = as_colour(x) if channels == 3 else x  # as in training
     names = [str(each.relative_to(path)) if path.is_dir() else each.name for each in found]
     folders = [each.parent.name for each in found]
-    labelled = all(folder in manifest.classes or folder in UNLABELLED_FOLDERS for folder in folders)
-    hidden = ["" if folder in UNLABELLED_FOLDERS else folder for folder in folders]
+    labelled = any(folder in manifest.classes for folder in folders)
+    hidden = ["" if is_unlabelled(folder) else folder for folder in folders]
     return NewSamples(x, names, _classes(hidden, manifest) if labelled and path.is_dir() else None)
 
 

@@ -115,7 +115,7 @@ def serve(
     attempt without quorum is yielded too: its round stays, its number is incremented, and nothing was counted. The
     caller may wait before it continues with the next attempt. Devices that `to_forget` returns lose their weight.
     """
-    _check_rules(terms, rules)
+    check_rules(terms, rules)
     make_folder(folder, private=True)
     with locked(folder):
         state = load_server_state(folder, terms) or _begin(terms, folder)
@@ -490,15 +490,18 @@ def _sent_with(terms: Terms, state: ServerState, kind: str, device: int, seed: i
     return broadcast if kind == TRAIN else greeting_of(terms, broadcast)
 
 
-def _check_rules(terms: Terms, rules: RoundRules) -> None:
+def check_rules(terms: Terms, rules: RoundRules) -> None:
     """Refuse rules under which no round could ever be counted."""
     asked = ceil(terms.work.active * rules.over_sampling)
     if rules.over_sampling < 1:
         raise InputError(f"over_sampling = {rules.over_sampling:g}: give at least 1")
     if rules.quorum < 0 or (rules.quorum > asked and not terms.method.traits.everyone):
         raise InputError(f"quorum = {rules.quorum}: {asked} devices are asked in a round; give 0 to {asked}")
-    if rules.min_devices < 1 or rules.deadline <= 0 or rules.rounds < 1 or rules.attempts < 1:
-        raise InputError("min_devices, rounds, attempts and deadline: give at least 1, and more than 0 seconds")
+    for name in ("min_devices", "rounds", "attempts"):
+        if getattr(rules, name) < 1:
+            raise InputError(f"{name} = {getattr(rules, name)}: give at least 1")
+    if rules.deadline <= 0:
+        raise InputError(f"deadline = {rules.deadline:g}: give more than 0 seconds")
     check_limits(rules.limits)
     if rules.limits.aggregation in COORDINATE_WISE and keeps_sums(terms):
         raise InputError(

@@ -64,7 +64,7 @@ def drop_checkpoints(folder: Path) -> None:
 
 def load_checkpoint(path: Path, setup: Setup) -> State:
     """Load the state that `save_checkpoint` wrote, onto the setup's device."""
-    tensors, numbers = load_tensors(path)
+    tensors, numbers = load_tensors(path, mapped=True)
     where = setup.data.where
     try:
         devices, sparse = _devices(tensors, setup)
@@ -76,7 +76,7 @@ def load_checkpoint(path: Path, setup: Setup) -> State:
             round=numbers["round"],
             server=_tree(tensors, "server", setup.terms.first_server(), where),
             devices=devices,
-            targets=setup.data.one_hot.clone() if on_demand else tensors["targets"].to(where),
+            targets=setup.data.one_hot.clone() if on_demand else tensors["targets"].to(where, copy=True),
             sparse=sparse,
             active_rounds=tensors["active_rounds"].numpy(),
             steps=numbers["steps"],
@@ -134,7 +134,7 @@ def fixed_tensors(network: Network) -> dict[str, Tensor]:
 def _tree(tensors: Mapping[str, Tensor], prefix: str, like: Tree, where: torch.device | None = None) -> Tree:
     """Rebuild a state of a checkpoint from the names of its fields."""
     found = [tensors[name] for name in named_leaves(like, prefix)]
-    return rebuilt(like, [t if where is None else t.to(where) for t in found])
+    return rebuilt(like, [t if where is None else t.to(where, copy=True) for t in found])
 
 
 def _devices(tensors: Mapping[str, Tensor], setup: Setup) -> tuple[Tree, Sparse | None]:
@@ -142,8 +142,10 @@ def _devices(tensors: Mapping[str, Tensor], setup: Setup) -> tuple[Tree, Sparse 
     one = setup.terms.first_device(setup.terms.first_server())
     rows, where = _tree(tensors, "devices", one), setup.data.where
     if not setup.sparse:
-        return map_tensors(lambda t: t.to(where), rows), None
+        return map_tensors(lambda t: t.to(where, copy=True), rows), None
     joined = {int(name.split(".")[1]) for name in tensors if name.startswith("start.")}
+    if not leaves(one):  # devices that keep nothing
+        joined = {0, *setup.terms.joins.tolist()}
     starts = {r: _tree(tensors, f"start.{r}", one, where) for r in joined}
     devices, sparse = sparse_states(
         starts[0],
@@ -180,7 +182,7 @@ def _flight(tensors: Mapping[str, Tensor], setup: Setup) -> tuple[Flight, ...]:
         for name, like in (("kept", one), ("upload", upload), ("sent", sent))
     )
     numbers = {name: tensors[f"flight.task.{name}"].numpy() for name in TASK_NUMBERS}
-    return flight_of(numbers, (kept, uploads, broadcasts, tensors["flight.costs"].to(where)))
+    return flight_of(numbers, (kept, uploads, broadcasts, tensors["flight.costs"].to(where, copy=True)))
 
 
 def _edge_tensors(state: State) -> dict[str, Tensor | SelectedRows]:

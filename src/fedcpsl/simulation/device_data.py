@@ -104,6 +104,12 @@ class DeviceData(NamedTuple):
         known = self.truth[first : first + int(self.labelled[device])]
         return torch.nn.functional.one_hot(known, self.one_hot.shape[1]).sum(0).to(self.dtype)
 
+    def labels_of(self, device: int) -> Tensor:
+        """The same, also of a device whose samples are made on demand and are not loaded."""
+        if self.supply is None:
+            return self.label_counts(device)
+        return torch.from_numpy(self.supply.label_counts(device)).to(self.where, self.dtype)
+
     def visit(self, device: int) -> Visit:
         """What a device holds, for an algorithm that looks at all of it."""
         seen = slice(int(self.start[device]), self.unlabelled_rows(device).start)

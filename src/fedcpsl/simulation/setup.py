@@ -295,8 +295,10 @@ def _differ_in_start_only(model: nn.Module, network: Network) -> bool:
     trained = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
     others = network.module.state_dict()
     fixed = {name: t for name, t in model.state_dict().items() if name not in trained}
-    return trained == network.shapes and all(
-        name in others and torch.equal(t, others[name].to(t)) for name, t in fixed.items()
+    return (
+        repr(model) == network.described
+        and trained == network.shapes
+        and all(name in others and torch.equal(t, others[name].to(t)) for name, t in fixed.items())
     )
 
 

@@ -128,9 +128,9 @@ def initial_state(setup: Setup) -> State:
 def knowing_labels(setup: Setup, device: int | None, kept: Tree) -> Tree:
     """What one device keeps, or all stacked (None), with what the algorithm derives from labels before a visit."""
     with_labels = optional(setup.terms.algorithm, "with_labels")
-    if with_labels is None or setup.data.supply is not None:  # samples made on demand are not there yet
+    if with_labels is None:
         return kept
-    method, hyper, counts = setup.terms.kept_method, setup.terms.hyper, setup.data.label_counts
+    method, hyper, counts = setup.terms.kept_method, setup.terms.hyper, setup.data.labels_of
     if device is not None:
         return with_labels(method, map_tensors(lambda t: t[device], hyper), kept, counts(device))
     return with_labels(method, hyper, kept, torch.stack([counts(i) for i in range(setup.terms.devices)]))

@@ -165,7 +165,7 @@ def put_rows(kept: Tensor, behind: Map | None, which: Sequence[int], values: Ten
 
 def device_rows(devices: Tree, index: Tensor) -> Tree:
     """The states of some devices, where the index is."""
-    return map_tensors(lambda t: t[index.to(t.device)].to(index.device), devices)
+    return map_tensors(lambda t: t.index_select(0, index.to(t.device)).to(index.device), devices)
 
 
 def _room(shape: Sequence[int], like: Tensor, store: str, folder: Path | None) -> tuple[Tensor, Map | None]:

@@ -46,7 +46,7 @@ class ResultNote(NamedTuple):
     group: list[DeviceRound]
     row: int  # the first in shared memory
     empty: list[bool]  # which tensors of the result are, where others of the run are not
-    numbers: tuple[NDArray[Any], ...]  # costs and fine of `Finished`
+    numbers: tuple[NDArray[Any], ...]  # costs and finite of `Finished`
 
 
 def shared_memory_for(request: RoundRequest) -> DeviceResult:
