@@ -15,7 +15,37 @@ from fedcpsl.evaluation import evaluate
 from fedcpsl.prior import em_prior, log_evidence, mixed_with_uniform, smoothed, smoothed_by_evidence
 from fedcpsl.problem import PriorCosts, prior_costs
 from fedcpsl.simulation import initial_state
+from fedcpsl.simulation.rounds import draw_plan, next_state
 from fedcpsl.trees import map_tensors
+
+from .conftest import small_federation
+
+
+def test_step_sizes_never_fall_to_zero():
+    method = method_of()._replace(rounds=50_000)
+    rates = fedcpsl2.decay(method, torch.tensor([0.0, 25_000.0, 49_999.0, 60_000.0]))
+    assert rates[:2].tolist() == pytest.approx([1.0, 0.5], abs=1e-6)
+    assert rates[2] == rates[3] == pytest.approx((np.pi / 100_000) ** 2, rel=1e-4)  # sin^2 of pi / 2R; not 0 in float32
+
+
+@pytest.mark.parametrize("executor", ["sequential", "vectorised"])
+def test_the_frozen_partner_of_the_mixture_is_in_evaluation_mode(executor):
+    """With beta = 0 the cost of theta_lc is that of theta_i alone, so no dropout mask changes it."""
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(6, 12), torch.nn.Dropout(0.5), torch.nn.Tanh(), torch.nn.Linear(12, 3)
+    settings = fedcpsl2.Settings(eta=0.1, beta=0.0, independence=0.0)
+    run = Run(executor=executor, dtype="float64", processes=1, device="cpu")
+    setup = prepare(small_federation(), torch.nn.Sequential(*layers), settings, Work(2, 3, "steps", 1), run)
+    rng, found = np.random.default_rng(0), []
+    for _ in range(2):
+        state = initial_state(setup)
+        plan = [task._replace(keys=rng.integers(0, 2**62, task.keys.shape)) for task in draw_plan(state)]
+        found.append({device: costs.tolist() for device, costs in next_state(state, plan).costs.items()})
+    assert [own for _, own in found[0].values()] == pytest.approx([own for _, own in found[1].values()], abs=1e-12)
+    learning = [device for device, (general, _) in found[0].items() if general]  # one has nothing to learn from yet
+    assert len(learning) == 2
+    for device in learning:
+        assert found[0][device][0] != pytest.approx(found[1][device][0], abs=1e-6)
 
 
 def number(value):

@@ -12,7 +12,7 @@ import fedcpsl
 from fedcpsl import config
 from fedcpsl.cli import run_command
 from fedcpsl.errors import InputError, RunError
-from fedcpsl.evaluation import evaluate
+from fedcpsl.evaluation import evaluate, prediction_numbers
 from fedcpsl.runs.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from fedcpsl.runs.folder import read_metrics
 from fedcpsl.simulation import initial_state, prepare, simulate, simulate_together
@@ -197,6 +197,31 @@ def test_on_a_gpu_too(store, tmp_path):
         loaded = load_checkpoint(checkpoints(tmp_path)[-1], setup)
         assert all(torch.equal(loaded.device(i).theta_lc, end.device(i).theta_lc) for i in range(5))
         assert all(torch.equal(loaded.nu(i), end.nu(i)) for i in range(5))
+
+
+@pytest.mark.parametrize("name", ["fedcpsl2", "fedcpsl2-prior"])
+def test_devices_never_visited_know_their_labels_though_their_samples_are_made_on_demand(name):
+    made, work = supply(devices=9), replace(WORK, rounds=1, active=3)
+    held = final(make(name, "accelerator", federation=made.held(range(9)), work=work))
+    end = final(make(name, "disk", federation=made, work=work))
+    never = np.flatnonzero(end.active_rounds == 0).tolist()
+    assert len(never) > 3
+    for i in never:
+        assert torch.equal(end.device(i).pi, held.device(i).pi)
+    assert any((end.device(i).pi - 1 / 3).abs().max() > 0.05 for i in never)
+    numbers, others = (prediction_numbers(state, range(9)) for state in (end, held))  # one by one, and all at once
+    assert torch.allclose(numbers.log_pi, others.log_pi, rtol=0, atol=1e-12)
+    assert evaluate(end).personal == evaluate(held).personal
+
+
+@pytest.mark.parametrize("name", ["fedprox", "fedmatch", "fedcpsl2-prior", "ditto"])
+def test_any_store_is_resumed_also_of_devices_that_keep_nothing(name, tmp_path):
+    setup = make(name, "host", work=JOINING)
+    for state in simulate(setup):
+        if state.round == 3:
+            save_checkpoint(tmp_path, state)
+            break
+    assert_same(final(setup, load_checkpoint(checkpoints(tmp_path)[-1], setup)), final(setup))
 
 
 @pytest.mark.parametrize("on_demand", [False, True])

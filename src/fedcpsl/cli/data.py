@@ -64,8 +64,9 @@ def _data(parsed: argparse.Namespace) -> int:
 
 def _channels(shape: tuple[int, ...]) -> str:
     """Describe the axes of an input as models interpret them."""
+    channels = f"{shape[0]} channel{'s' * (shape[0] > 1)}"
     if len(shape) == 2:
-        return f": {shape[0]} channels of {shape[1]} times"
-    if len(shape) == 3:
-        return f": {shape[0]} channels of {shape[1]} x {shape[2]} pixels"
+        return f": {channels} of {shape[1]} times"
+    if len(shape) == 3:  # width before height, as everywhere
+        return f": {channels} of {shape[2]} x {shape[1]} pixels"
     return ""

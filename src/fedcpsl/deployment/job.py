@@ -246,7 +246,9 @@ def _scaling(own: dict[str, Any], shape: list[int], where: str) -> Scaling | Non
     try:
         shift, scale = (np.asarray(own.get(key, default), np.float64) for key, default in (("shift", 0), ("scale", 1)))
     except (TypeError, ValueError):
-        raise InputError(f"{where}: [federation] shift, scale: give numbers, or one per feature") from None
+        raise InputError(f"{where}: [federation] shift, scale: give numbers, or one per feature or channel") from None
+    if len(shape) > 1:  # numbers of channels
+        shift, scale = (t.reshape(-1, *[1] * (len(shape) - 1)) if t.shape == (shape[0],) else t for t in (shift, scale))
     if not (np.isfinite(shift).all() and np.isfinite(scale).all() and (scale > 0).all()):
         raise InputError(f"{where}: [federation] shift, scale: give finite numbers, scale above 0")
     for name, value in (("shift", shift), ("scale", scale)):
@@ -257,7 +259,7 @@ def _scaling(own: dict[str, Any], shape: list[int], where: str) -> Scaling | Non
         if not fits:
             raise InputError(
                 f"{where}: [federation] {name} has shape {list(value.shape)} where an input has shape {shape}; give "
-                "one number, or one per feature"
+                "one number, or one per feature or channel"
             )
     return Scaling(shift, scale)
 

@@ -176,6 +176,8 @@ def serve_job(path: Path, config: ServerConfig, notify: Notify, show: Show, back
     make_folder(config.folder, private=True)
     with locked(config.folder):
         job = _keep_job(path, job, config.folder)
+        if len(job.shape) == 3 and job.scaling is None:
+            notify(f"warning: {path} has no shift and scale, so models get pixels from 0 to 255 as they are")
         ring = None if config.keys is None else KeyRing(config.keys, config.folder, notify)
         mailbox = Mailbox(max_message_bytes(_sample(job))[1], set if ring is None else ring.revoked)
         context = HttpContext(config.folder, mailbox, ring, notify)

@@ -225,7 +225,10 @@ def train(
     drawn = samples_of_draws(terms, local_data, nu, task)
     done = device_round(*given, local_minibatches(terms, local_data, nu, task), out_of_time, drawn)
     if not all(t.isfinite().all() for t in (*leaves(done.upload), *leaves(done.device))):
-        raise RunError("this device's loss is no longer a finite number; the server should use a smaller algorithm.eta")
+        raise RunError(
+            "this device's loss is no longer a finite number; the server should use a smaller algorithm.eta, or "
+            "normalise inputs ([federation] shift and scale)"
+        )
     kept = reviewed(algorithm, method, hyper, broadcast, done.device, done.upload, visit)
     return TrainingResult(kept, nu, done.upload, done.steps)
 

@@ -177,10 +177,10 @@ def _caption(metrics: dict[str, Any]) -> str:
     each = metrics["gradients_per_step"]
     of = f" of {each} gradient{'s' * (each > 1)}" if each else ""
     facts.append(f"{metrics['steps']:,} local steps{of} in {metrics['seconds']:.1f} s{lost}")
-    return "\n".join(facts + _edge_facts(metrics.get("edge")))
+    return "\n".join(facts + _edge_facts(metrics.get("edge"), "visits" if metrics["global"] is None else "uploads"))
 
 
-def _edge_facts(edge: dict[str, Any] | None) -> list[str]:
+def _edge_facts(edge: dict[str, Any] | None, what: str) -> list[str]:
     """Return what the edge network took and lost; nothing without one."""
     if not edge:
         return []
@@ -190,7 +190,7 @@ def _edge_facts(edge: dict[str, Any] | None) -> list[str]:
     return [
         f"edge: {duration(edge['seconds'])} of virtual time, {joules(edge['compute_joules'])} to compute and "
         f"{joules(edge['radio_joules'])} to send",
-        f"edge: {edge['counted']:,} of {drawn:,} uploads counted{part}" + (f"; {', '.join(lost)}" if lost else ""),
+        f"edge: {edge['counted']:,} of {drawn:,} {what} counted{part}" + (f"; {', '.join(lost)}" if lost else ""),
     ]
 
 
@@ -331,7 +331,8 @@ def print_status(status: Mapping[str, Any]) -> None:
     state = "over" if status["over"] else f"updated {ago:.0f} s ago"
     title = f"round {status['round']} of {status['rounds']}, {state}"
     if status["waiting_for"]:
-        title = f"waiting for {status['waiting_for']} more devices, {state}"
+        more = status["waiting_for"]
+        title = f"waiting for {more} more device{'s' * (more > 1)}, {state}"
     if status.get("trying") is not None:
         title = f"trial of step size {status['trying']:g}: {title}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)

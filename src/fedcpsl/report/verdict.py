@@ -18,6 +18,9 @@ Pairs = Sequence[tuple[float, float]]  # two accuracies of each device
 CaseSummary = Mapping[str, Any]
 BETTER, EQUAL, WORSE = "is better than", "is not significantly different from", "is worse than"
 USE_GLOBAL = "use the global model (--device global), or give it more weight with a smaller --beta"
+NOTHING_COUNTED = (
+    "no upload was counted, so the global model is what it was at the start: give devices more time or energy"
+)
 NO_TESTS = "no device has a test set, so no accuracy is known: give more samples of known class, or a larger data.test"
 TRAIN_ALONE = "a federation does not pay for these devices: train each alone"
 
@@ -135,6 +138,9 @@ def run_verdicts(folder: Path, final: Mapping[str, object]) -> list[str]:
         return []
     if not any(row["personal"] for row in read_device_table(folder / "devices.csv")):
         return [NO_TESTS]
+    edge = final.get("edge")
+    if isinstance(edge, Mapping) and final["global"] is not None and not edge["counted"]:
+        return [NOTHING_COUNTED]
     served = final["global"] is not None and "adapted_from" not in read_manifest(folder)
     missing = served and not (folder / "alone" / "devices.csv").exists()
     ask = f"whether devices would do as well alone is not known: run fedcpsl report {folder} --alone"
@@ -147,15 +153,21 @@ def verdicts(folder: Path) -> list[str]:
     pairs = _pairs_with_global(devices)
     found = [verdict("the personal models", "the global one", [pairs], USE_GLOBAL)]
     if pairs and not found[0] and any(row["localized"] for row in devices):
-        where = f"each of {len(pairs)} devices" if len(pairs) > 1 else "the one device with tests"
-        found = [f"the personal models are as accurate as the global one on {where}"]
+        found = [f"the personal models are as accurate as the global one on {_each_of(pairs)}"]
     path = folder / "alone" / "devices.csv"
     if path.exists():
         pairs = _pairs_with_alone(devices, read_device_table(path))
         config = folder / "alone" / "config.toml"
         name = f" ({read_config_to_show(config.parent).algorithm.name})" if config.exists() else ""
-        found.append(verdict("the personal models", f"devices trained alone{name}", [pairs], TRAIN_ALONE))
+        compared = verdict("the personal models", f"devices trained alone{name}", [pairs], TRAIN_ALONE)
+        if pairs and not compared:
+            compared = f"the personal models are as accurate as devices trained alone{name} on {_each_of(pairs)}"
+        found.append(compared)
     return [text for text in found if text]
+
+
+def _each_of(pairs: Sequence[object]) -> str:
+    return f"each of {len(pairs)} devices" if len(pairs) > 1 else "the one device with tests"
 
 
 def comparison_verdicts(summary: Mapping[str, Any]) -> list[str]:
