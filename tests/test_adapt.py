@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fedcpsl.export.adaptation import paired_interval
 from fedcpsl.storage import load_tensors
 from tests.command import fedcpsl
-from tests.small_runs import answers_of, array_run, ask, table_run, write_table
+from tests.small_runs import answers_of, array_run, ask, make_run, table_run, write_table
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,6 @@ def test_what_cannot_be_adapted_is_said_in_one_line_and_leaves_nothing(run, tmp_
         ("wide.csv", "height,width,depth,kind\n1,2,3,cat\n"),
         ("narrow.csv", "height,kind\n1,cat\n"),
         ("bare.csv", "height,width\n1,2\n"),
-        ("blank.csv", "height,width,kind\n1,2,\n"),
     ):
         (tmp_path / name).write_text(text)
     np.savez(tmp_path / "wide.npz", x=np.zeros((4, 3)), y=np.arange(4) % 2)
@@ -142,10 +141,9 @@ def test_what_cannot_be_adapted_is_said_in_one_line_and_leaves_nothing(run, tmp_
         ([local, "--data", table], "local has no global model"),
         ([metrics, "--data", table], 'run.keep = "metrics"'),
         ([run, "--data", tmp_path / "cow.csv"], "the run has no class 'cow'; it has cat, dog"),
-        ([run, "--data", tmp_path / "wide.csv"], "column 'depth' is not a feature of the run"),
+        ([run, "--data", tmp_path / "wide.csv"], "there is a column 'depth', which is not a feature of the run"),
         ([run, "--data", tmp_path / "narrow.csv"], "column 'width' is missing"),
-        ([run, "--data", tmp_path / "bare.csv"], "has no column 'kind'"),
-        ([run, "--data", tmp_path / "blank.csv"], "has no label in any row"),
+        ([run, "--data", tmp_path / "bare.csv", "--label", "sort"], "has no column 'sort'"),
         ([run, "--data", tmp_path / "wide.npz"], "an input has shape [3]"),
         ([run, "--data", tmp_path / "absent.csv"], "no such file"),
         ([run, "--data", table, "--rounds", "-1"], "give at least 0"),
@@ -225,3 +223,31 @@ def test_it_says_when_it_cannot_know(run, tmp_path, capsys):
     blank.write_text("height,width,kind\n" + "\n".join(f"{160 + i},0.4," for i in range(9)) + "\n170,0.41,cat\n")
     said = ask(capsys, "adapt", run, "--data", blank, "--out", tmp_path / "blank", "--rounds", "1")
     assert "the gain is not known" in said[1] + said[2]
+
+
+def test_a_new_device_may_lack_labels_and_words_and_have_what_was_left_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+
+    def table(name, rows, colours, labels):
+        height = rng.normal(size=rows)
+        kind = np.where(height > 0, "cat", "dog") if labels else np.full(rows, "")
+        cells = zip(range(rows), height, rng.choice(["ann", "bob"], rows), rng.choice(colours, rows), kind, strict=True)
+        lines = [f"{i},{h:.3f},{phone},{colour},{k}" for i, h, phone, colour, k in cells]
+        (tmp_path / name).write_text("\n".join(["row,height,phone,colour,kind", *lines]) + "\n")
+
+    table("mine.csv", 80, ["red", "blue"], labels=True)
+    own = {"data__file": "mine.csv", "data__label": "kind", "data__device_column": "phone", "data__drop": "#1"}
+    make_run(tmp_path / "run", **own)
+    table("red.csv", 30, ["red"], labels=True)  # has the column that was left out, and no row that is blue
+    code, out, err = ask(capsys, "adapt", "run", "--data", "red.csv", "--name", "red")
+    assert (code, err) == (0, ""), err
+    assert "samples held out" in out
+    table("empty.csv", 30, ["red", "blue"], labels=False)
+    lines = (tmp_path / "empty.csv").read_text().splitlines()
+    (tmp_path / "none.csv").write_text("\n".join(line.rpartition(",")[0] for line in lines) + "\n")
+    for name in ("empty", "none"):
+        code, out, err = ask(capsys, "adapt", "run", "--data", f"{name}.csv", "--name", name)
+        assert code == 0, err
+        assert "no labelled sample could be held out" in out
+        assert ask(capsys, "predict", f"adapted/{name}", "red.csv", "--device", name)[0] == 0

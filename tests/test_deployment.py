@@ -4,6 +4,7 @@ import json
 import re
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -522,6 +523,42 @@ def test_words_have_the_same_numbers_on_every_device(tmp_path):
     ):
         with pytest.raises(InputError, match=words):
             make_participant(words_owner(tmp_path, "cid", rows, header), job, "r")
+
+
+def test_a_device_without_labels_takes_part(tmp_path):
+    """With an empty column of labels, or without the column."""
+    job = read_job(NAMED, "job.toml")
+    empty = words_owner(tmp_path, "ann", ["1,cat,5,", "2,owl,6,"])
+    without = words_owner(tmp_path, "bob", ["1,cat,5", "2,owl,6"], "size,kind,weight")
+    without = without._replace(data=replace(without.data, label=""))
+    for device in (empty, without):
+        taken = make_participant(device, job, "r").local_data
+        assert (len(taken.x_labelled), len(taken.x_test)) == (0, 0)
+        assert sorted(taken.x_unlabelled.tolist()) == [[1, 5, 1, 0], [2, 6, 0, 1]]
+
+
+def test_channels_may_be_normalised_one_by_one():
+    image = JOB.replace("shape = [6]", "shape = [3, 16, 16]").replace('"mlp"', '"cnn"')
+    job = read_job(image.replace("shift = 0.5\nscale = 2.0", "shift = [1, 2, 3]\nscale = 2.0"), "job.toml")
+    assert job.scaling.shift.tolist() == [[[1]], [[2]], [[3]]]
+    with pytest.raises(InputError, match="one number, or one per feature or channel"):
+        read_job(image.replace("shift = 0.5", "shift = [1, 2]"), "job.toml")
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ("deadline = 0.0", r"given.toml: \[federation\] deadline = 0: give more than 0 seconds"),
+        ("attempts = 0", r"\[federation\] attempts = 0: give at least 1"),
+        ("quorum = 9", r"\[federation\] quorum = 9: \d devices are asked"),
+    ],
+)
+def test_rules_that_no_round_can_follow_leave_no_folder(rule, words, tmp_path):
+    (tmp_path / "given.toml").write_text(JOB.replace("min_devices = 2", f"min_devices = 2\n{rule}"))
+    config = serve.ServerConfig(folder=tmp_path / "server", keys=None, host="127.0.0.1", port=0)
+    with pytest.raises(InputError, match=words):
+        serve.serve_job(tmp_path / "given.toml", config, print, print)
+    assert not (tmp_path / "server").exists()
 
 
 def test_true_and_false_are_one_feature_also_where_a_device_has_only_one_of_them(tmp_path):

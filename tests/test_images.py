@@ -153,6 +153,35 @@ def test_a_real_device_scales_its_images_as_the_job_says(folder, tmp_path):
         read_job(JOB.replace("image_size = 16", "image_size = 8"), "job.toml")
 
 
+def test_a_device_may_have_unlabelled_images_alone_and_no_folder_of_its_name(folder, tmp_path):
+    job = read_job(JOB, "job.toml")
+    for name, expected in (("ann", 12), ("new", 0)):
+        top = folder / name
+        if name == "new":
+            picture(top / "unlabelled" / "a.png", 20)
+            picture(top / "Unlabelled" / "b.png", 30)
+        data = Data(dataset="own", file=str(top), partition="iid", devices=1, labelled=1.0)
+        local_data = make_participant(DeviceConfig(name, data, tmp_path / f"state-{name}"), job, "r").local_data
+        assert len(local_data.x_labelled) + len(local_data.x_test) == expected
+        assert len(local_data.x_unlabelled) == (1 if expected else 2)
+
+
+def test_photographs_are_upright_and_what_is_transparent_is_white(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera lay on its side: turn by a quarter to the right
+    Image.fromarray(np.rot90(pixels).copy()).save(tmp_path / "b.png", exif=exif)
+    images = read_images([tmp_path / "a.png", tmp_path / "b.png"])
+    assert (images[0] == images[1]).all()
+    seen = np.dstack([pixels, np.full((8, 12), 255, np.uint8)])
+    seen[:4, :, 3] = 0
+    Image.fromarray(seen).save(tmp_path / "c.png")
+    image = read_images([tmp_path / "c.png"])[0].transpose(1, 2, 0)
+    assert (image[:4] == 255).all()
+    assert (image[4:] == pixels[4:]).all()
+
+
 def test_the_middle_of_an_image_is_kept(tmp_path):
     pixels = np.zeros((4, 12), np.uint8)
     pixels[:, 4:8] = 200

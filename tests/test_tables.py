@@ -14,6 +14,7 @@ from fedcpsl.config import Data
 from fedcpsl.data.federation import Federation
 from fedcpsl.data.sources import load_federation
 from fedcpsl.data.split import LABELLED, TEST, UNLABELLED
+from fedcpsl.data.tables import Columns, options_of, read_rows
 from fedcpsl.errors import InputError
 
 from .command import fedcpsl
@@ -218,3 +219,61 @@ def test_devices_without_labels_without_unlabelled_data_or_with_one_sample(tmp_p
     labelled, unlabelled, test, _ = federation.counts.T
     assert (labelled[1], unlabelled[0], test[1]) == (0, 0, 0)
     assert federation.counts[2].tolist() == [1, 0, 0, 0]
+
+
+def test_the_index_of_a_frame_is_no_feature(tmp_path):
+    table = frame().sample(frac=1, random_state=0)
+    table.to_parquet(tmp_path / "mine.parquet")  # with the index, which has the order before
+    assert load(tmp_path / "mine.parquet").features == ("height", "width")
+    table.set_index("phone").to_parquet(tmp_path / "phones.parquet")
+    assert load(tmp_path / "phones.parquet").names == ("ann", "bob", "cid")  # where it is named, it is read
+
+
+def test_whole_numbers_that_pandas_wrote_as_floats_are_whole(tmp_path):
+    table = frame()
+    table["kind"] = np.where(np.arange(90) % 4 == 0, -1.0, np.arange(90) % 3)
+    table["phone"] = (np.arange(90) % 3).astype(float)
+    csv_file, parquet = load(write(table, tmp_path / "a.csv")), load(write(table, tmp_path / "a.parquet"))
+    for federation in (csv_file, parquet):
+        assert federation.class_names == ("0", "1", "2")
+        assert federation.names == ("0", "1", "2")
+        assert (federation.y == -1).sum() == 23
+    assert csv_file.digest == parquet.digest
+
+
+def test_an_empty_cell_of_yes_and_no_does_not_matter_later(tmp_path):
+    table = frame()
+    table["ok"] = np.array(["yes", "no", None], object)[np.arange(90) % 3]
+    trained = load(write(table, tmp_path / "a.csv")).features
+    assert trained == ("height", "width", "ok=no", "ok=yes")
+    table["ok"] = np.array(["yes", "no"])[np.arange(90) % 2]
+    x = read_rows(write(table, tmp_path / "b.csv"), trained, Columns("kind", "phone")).x
+    assert x[:4, 2:].tolist() == [[0, 1], [1, 0], [0, 1], [1, 0]]
+    table["ok"] = np.array(["A1", "B2"])[np.arange(90) % 2]
+    trained = load(write(table, tmp_path / "c.csv")).features
+    table["ok"] = "12"  # a word that looks like a number
+    with pytest.raises(InputError, match="column 'ok' has '12', which the model was not trained on"):
+        read_rows(write(table, tmp_path / "d.csv"), trained, Columns("kind", "phone"))
+
+
+@pytest.mark.parametrize("drop", ["extra", "#1"])
+def test_what_was_left_out_of_training_is_left_out_later(drop, tmp_path):
+    table = frame()
+    table.insert(0, "extra", np.arange(90))
+    path = write(table, tmp_path / "a.csv")
+    trained = load(path, drop=drop).features
+    assert trained == ("height", "width")
+    rows = read_rows(path, trained, Columns("kind", "phone"), options_of(drop, ""))
+    assert rows.x.shape == (90, 2)
+    without = write(table.drop(columns="extra"), tmp_path / "b.csv")  # where #1 is a feature
+    assert (read_rows(without, trained, Columns("kind", "phone"), options_of(drop, "")).x == rows.x).all()
+
+
+def test_missing_labels_that_were_classes_are_classes_later(tmp_path):
+    table = frame()
+    table["kind"] = table["kind"].fillna("NA")
+    path = write(table, tmp_path / "a.csv")
+    features, columns = ("height", "width"), Columns("kind", "phone")
+    assert "NA" in load(path, missing_labels="class").class_names
+    assert "NA" in read_rows(path, features, columns, options_of("", "class")).label
+    assert "NA" not in read_rows(path, features, columns).label

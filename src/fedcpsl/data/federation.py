@@ -161,16 +161,16 @@ class Federation:
         """A hash of the samples and the split: equal for equal data on equal devices."""
         return digest_of(self.x, self.y, self.device, self.role)
 
-    def check(self) -> None:
+    def check(self, *, labels_needed: bool = True) -> None:
         """Raise InputError if nothing can be learned from these samples."""
-        if not (self.counts[:, LABELLED]).any():
+        if labels_needed and not (self.counts[:, LABELLED]).any():
             raise InputError("no device has a labelled training sample: give some y >= 0, or a smaller test share")
         empty = [name for name, c in zip(self.names, self.counts, strict=True) if c[:TEST].sum() == 0]
         if empty:
             raise InputError(f"device {empty[0]!r} has no training samples: give it some or leave it out")
 
 
-def federate(source: Source, shares: Shares, *, normalise: bool, seed: int) -> Federation:
+def federate(source: Source, shares: Shares, *, normalise: bool, seed: int, labels_needed: bool = True) -> Federation:
     """Draw the roles of each device's samples, and compute how inputs are normalised."""
     if source.device is None:
         raise InputError("the samples have no devices: name each sample's device")
@@ -191,7 +191,7 @@ def federate(source: Source, shares: Shares, *, normalise: bool, seed: int) -> F
     role = draw_roles(y, device, test, shares, seed)
     if shares.foreign_test:
         device = exchange_tests(device, role, shares.foreign_test, seed)
-    return with_roles(source, y, device, role, normalise=normalise)
+    return with_roles(source, y, device, role, normalise=normalise, labels_needed=labels_needed)
 
 
 def _share(labelled: Any) -> float | list[float]:
@@ -209,7 +209,13 @@ def _check_shares(shares: Shares) -> None:
 
 
 def with_roles(
-    source: Source, y: NDArray[np.int64], device: NDArray[np.int64], role: NDArray[np.int8], *, normalise: bool
+    source: Source,
+    y: NDArray[np.int64],
+    device: NDArray[np.int64],
+    role: NDArray[np.int8],
+    *,
+    normalise: bool,
+    labels_needed: bool = True,
 ) -> Federation:
     """Make a federation whose split is given; `source` has the inputs and the names."""
     scaling = source.scaling
@@ -229,7 +235,7 @@ def with_roles(
         source.axes,
         source.recording,
     )
-    federation.check()
+    federation.check(labels_needed=labels_needed)
     return federation
 
 

@@ -129,7 +129,8 @@ def make_participant(config: DeviceConfig, job: Job, run: str) -> Participant:
     source = source._replace(device=np.zeros(len(source.y), np.int64), names=(config.name,))
     seed = job.config.run.seed
     try:
-        federation = federate(source, Shares(test=config.data.test_share), normalise=job.scaling is not None, seed=seed)
+        split, normalised = Shares(test=config.data.test_share), job.scaling is not None
+        federation = federate(source, split, normalise=normalised, seed=seed, labels_needed=False)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     terms = job_terms(job)

@@ -91,8 +91,9 @@ def adapt(run: SavedRun, data: Data, name: str, rounds: int) -> Adapted:
     """
     check_adaptable(run)
     algorithm = run.config.algorithm
-    data = _with_columns(data, run.config.data, run.features)
-    federation = _federation(run, data, name)
+    read = _with_columns(data, run.config.data, run.features)
+    federation = _federation(run, read, name)
+    data = replace(read, label=data.label, drop=run.config.data.drop)  # as other tables of the device may have them
     newcomer, adapted = (optional(find_algorithm(algorithm.name)[0], name) for name in ("newcomer", "adapted"))
     if adapted is None and optional(find_algorithm(algorithm.name)[0], "phases") is None:
         raise InputError(
@@ -140,7 +141,7 @@ def _federation(run: SavedRun, data: Data, name: str) -> Federation:
     source = source._replace(device=np.zeros(len(source.y), np.int64), names=(name,))
     shares, seed = Shares(test=data.test_share), run.config.run.seed
     try:
-        return federate(source, shares, normalise=run.scaling is not None, seed=seed)
+        return federate(source, shares, normalise=run.scaling is not None, seed=seed, labels_needed=False)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
 
