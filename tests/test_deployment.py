@@ -439,7 +439,7 @@ def test_joining_that_is_refused(tmp_path, monkeypatch, capsys, words, says):
     ("words", "says"),
     [
         (["--label", "knd"], "a.csv: has no column 'knd' (--label); did you mean 'kind'?"),
-        ([], "a.csv: which column is the label? Give --label COLUMN"),
+        (["--test-column", "tst"], "a.csv: has no column 'tst' (--test-column)"),
     ],
 )
 def test_wrong_columns_are_named_before_a_server_is_asked(tmp_path, monkeypatch, capsys, words, says):
