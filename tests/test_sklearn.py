@@ -181,7 +181,8 @@ def test_a_device_that_was_not_there():
         learner.predict(X, device=strange)
     answers = learner.set_params(unseen="global").predict_proba(X, device=strange)
     assert np.array_equal(answers[4], learner.predict_proba(X, device="global")[4])
-    assert np.array_equal(np.delete(answers, 4, 0), np.delete(learner.predict_proba(X, device=device), 4, 0))
+    others = np.delete(learner.predict_proba(X, device=device), 4, 0)
+    assert np.delete(answers, 4, 0) == pytest.approx(others, abs=1e-6)  # one row fewer may be rounded otherwise
 
 
 def test_a_device_that_never_trained_is_answered_by_the_global_model():
