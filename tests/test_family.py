@@ -33,6 +33,8 @@ def test_effective_steps():
     assert family.effective_steps(number(0.5), torch.tensor(3)).item() == pytest.approx(4.25)
     assert family.effective_steps(number(0.0), torch.tensor(7)).item() == 7
     assert family.effective_steps(number(0.8), torch.tensor(1)).item() == pytest.approx(1)
+    # gamma = 0.9999, Q = 2: 1 and 1.9999 gradients, also in float32
+    assert family.effective_steps(torch.tensor(0.9999), torch.tensor(2)).item() == pytest.approx(2.9999, rel=1e-6)
 
 
 def test_momentum_keeps_correction_away_from_the_localized_model():

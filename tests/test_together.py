@@ -53,6 +53,22 @@ def setups(run, work=WORK, cases=CASES):
     return made
 
 
+def test_a_run_beside_another_keeps_its_own_layers():
+    run, work = config.Run(processes=1, dtype="float64", device="cpu"), replace(WORK, active=2)
+    models = [
+        torch.nn.Sequential(torch.nn.Linear(6, 8), kind(), torch.nn.Linear(8, 3))
+        for kind in (torch.nn.Tanh, torch.nn.ReLU)
+    ]
+    one = prepare(small_federation(), models[0], config.Algorithm(eta=0.05), work, run)
+    like, other = (
+        prepare(small_federation(), model, config.Algorithm(eta=0.1), work, run, beside=one) for model in models
+    )
+    assert like.terms.method.network.module is one.terms.method.network.module
+    x, theta = torch.randn(4, 6, dtype=torch.float64), other.terms.method.network.initial
+    expected = torch.log_softmax(models[1].double()(x), -1)
+    assert torch.allclose(other.terms.method.network.log_probabilities(theta, x), expected)
+
+
 def last(rounds):
     *_, end = rounds
     return end
