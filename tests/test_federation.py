@@ -463,7 +463,7 @@ def test_rules_that_cannot_be_met_are_refused(tmp_path):
     for chosen, message in (
         ({"quorum": 5}, "quorum = 5"),
         ({"over_sampling": 0.5}, "over_sampling"),
-        ({"min_devices": 0}, "min_devices, rounds"),
+        ({"min_devices": 0}, "min_devices = 0: give at least 1"),
     ):
         with pytest.raises(InputError, match=message):
             served(setup, tmp_path, LoopbackTransport({}), **chosen)
