@@ -14,6 +14,8 @@ from fedcpsl.runs import experiment
 from fedcpsl.runs.comparison import interval
 from fedcpsl.step_size import StepSizeSearch
 
+from .command import QUICK
+
 HEAD = "device,name,labelled,unlabelled,active_rounds,personal,global,localized\n"
 
 
@@ -189,3 +191,13 @@ def test_of_a_sweep(tmp_path):
     by_tests = [case(tmp_path, name, [[a, a], [a + 0.01, a]], general=a) for name, a in levels.items()]
     only, *_ = comparison_verdicts(compared("sweep", *by_tests))
     assert only == "the best of 2 by the test sets: x, 90.25 %; it is significantly better than every other"
+
+
+def test_without_a_counted_upload_there_is_no_verdict(tmp_path, capsys):
+    """A slot that is too short for any upload: the global model is what it was at the start."""
+    cell = ["--edge", "macro", "--set", "edge.deadline=10", "--set", "edge.slot=0.00001", "--algorithm", "fedcpsl"]
+    assert run_command(["run", *QUICK, *cell, "--out", str(tmp_path / "a")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "edge: 0 of" in said
+    assert "no upload was counted, so the global model is what it was at the start" in said
+    assert "better than the global one" not in said

@@ -322,14 +322,9 @@ def _source(
     x, features, texts = build_table(names, text_columns, batches, columns, _dropped(names, options))
     note_columns(where, features, x, names)
     note_inputs(where, x, features)
-    y, class_names = (
-        _labels(*merge_names(texts[columns.label]), columns.label, options, where)
-        if columns.label
-        else (
-            np.full(len(x), -1, np.int64),
-            tuple[str, ...](),
-        )
-    )
+    y, class_names = np.full(len(x), -1, np.int64), tuple[str, ...]()
+    if columns.label:
+        y, class_names = _labels(*merge_names(texts[columns.label]), columns.label, options, where)
     source = Source(x, y, class_names, features=features)
     if columns.device:
         codes, found = merge_names(texts[columns.device])
