@@ -11,7 +11,7 @@ from hypothesis import settings
 from torch import nn
 
 from fedcpsl.data.federation import Federation
-from fedcpsl.data.split import LABELLED, SERVER, TEST, UNLABELLED
+from fedcpsl.data.split import LABELLED, SERVER, TEST, UNLABELLED, VALIDATION
 
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # with nohup or in the background; processes would inherit it
@@ -27,14 +27,14 @@ needs_fork = pytest.mark.skipif(
 
 
 def small_federation(
-    sizes=((3, 5), (1, 7), (4, 2), (0, 6), (5, 0)), features=6, classes=3, tests=4, seed=0, at_server=0
+    sizes=((3, 5), (1, 7), (4, 2), (0, 6), (5, 0)), features=6, classes=3, tests=4, seed=0, at_server=0, validation=0
 ):
     """Devices with (labelled, unlabelled) samples as given: unequal, some without labels or without the rest."""
     rng = np.random.default_rng(seed)
     device, role = [], []
     for i, (n, m) in enumerate(sizes):
-        device += [i] * (n + m + tests)
-        role += [LABELLED] * n + [UNLABELLED] * m + [TEST] * tests
+        device += [i] * (n + m + tests + validation)
+        role += [LABELLED] * n + [UNLABELLED] * m + [TEST] * tests + [VALIDATION] * validation
     device += [0] * at_server
     role += [SERVER] * at_server
     count = len(device)

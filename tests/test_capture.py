@@ -179,6 +179,33 @@ def test_rounds_of_growing_size_make_a_larger_stage():
         assert torch.allclose(ends[0].upload.delta, ends[1].upload.delta, rtol=1e-10, atol=1e-12)
 
 
+def test_how_wide_a_round_is_laid_out_does_not_depend_on_the_rounds_before(monkeypatch):
+    """A round of 9 slots where 10 are possible is laid out alike after one of 10, and as the first after a resume."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    widths = []
+    monkeypatch.setattr(
+        capture,
+        "_capture",
+        lambda program, stage, width, steps, memory: (
+            widths.append(width) or steps_on_buffers(program, stage, width, steps, memory)
+        ),
+    )
+    run = config.Run(executor="vectorised", dtype="float64", seed=3, device="cpu")
+    federation, work = small_federation(sizes=[(3, 5)] * 10), replace(WORK, active=10, rounds=1, unit="steps", amount=1)
+    setup = prepare(federation, small_model(), config.Algorithm(eta=0.05), work, run)
+    state, found = initial_state(setup), []
+    plan = draw_plan(state)
+    for plans in ([plan[:9]], [plan, plan[:9]]):
+        take = captured_steps()
+        for slots in plans:
+            widths.clear()
+            request = RoundRequest(setup, slots, state.devices, state.server)
+            list(local_rounds([request], training_data_of(setup.data, state.targets.clone()), take_steps=take))
+        found.append(set(widths))
+    assert found[0] == {10}
+    assert found[1] == set()  # the graph of 10 slots was there already
+
+
 def test_simulating_on_a_cpu_captures_nothing(monkeypatch):
     def capture():
         raise AssertionError("a CPU has no graphs to capture")

@@ -9,6 +9,7 @@ import torch
 from fedcpsl import config, evaluation
 from fedcpsl.data.federation import Federation
 from fedcpsl.evaluation import evaluate, evaluate_together, examiner
+from fedcpsl.evaluation import own_models as own
 from fedcpsl.simulation import prepare, simulate, simulate_together
 from fedcpsl.simulation.executors import groups
 from fedcpsl.simulation.round_request import RoundRequest, joint_data
@@ -34,7 +35,7 @@ CASES = [
 ]
 
 
-def setups(run, work=WORK, cases=CASES):
+def setups(run, work=WORK, cases=CASES, validation=0):
     made = []
     for i, case in enumerate(cases):
         torch.manual_seed(i)
@@ -42,7 +43,7 @@ def setups(run, work=WORK, cases=CASES):
         active = "auto" if case["name"] == "fedshvr" else 2 + i % 3
         made.append(
             prepare(
-                small_federation(seed=i % 2),
+                small_federation(seed=i % 2, validation=validation),
                 small_model(),
                 config.Algorithm(**numbers),
                 replace(work, active=active, unit="hlu" if i % 2 else "epochs"),
@@ -181,22 +182,39 @@ def test_evaluating_together_is_evaluating_each():
         assert one.metrics(state) == evaluate(state).metrics(state)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("validation", [0, 3])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 @pytest.mark.parametrize("work", [WORK, replace(WORK, personal_rounds=3)])
-def test_on_a_gpu_a_captured_evaluation_is_the_evaluation(work):
+def test_an_evaluation_that_reuses_what_it_can_is_the_evaluation(work, device, validation):
     cases = [{"name": "fedcpsl"}, {"name": "apfl"}, {"name": "fedcpsl", "beta": 0.3}]
     cases += [] if work.personal_rounds else [{"name": "fedavg"}, {"name": "local"}]
-    run = config.Run(executor="vectorised", dtype="float64", device="cuda")
+    run = config.Run(executor="vectorised", dtype="float64", device=device, processes=1)
     examine, noted = examiner(), []
-    for states in simulate_together(setups(run, work=work, cases=cases)):
+    for states in simulate_together(setups(run, work, cases, validation)):
         noted.append((states, examine(states), [evaluate(state) for state in states]))
     assert len(noted) == 1 + work.rounds + work.personal_rounds
     for states, pending, expected in noted:
         for state, one, other in zip(states, pending.read(), expected, strict=True):
             found, wanted = one.metrics(state), other.metrics(state)
-            losses = found.pop("losses"), wanted.pop("losses")
+            losses = [{k: v for k, v in m.pop("losses").items() if v is not None} for m in (found, wanted)]
             assert found == wanted
+            assert (found["validation"] is None) == (validation == 0)
             assert losses[0] == pytest.approx(losses[1], rel=1e-9, nan_ok=True)
+
+
+def test_models_that_did_not_change_are_not_asked_again(monkeypatch):
+    run = config.Run(executor="vectorised", dtype="float64", processes=1, device="cpu")
+    (setup,) = setups(run, cases=CASES[:1], validation=3)
+    *_, before, after = simulate(setup)
+    earlier, asked = evaluate(before).predictions, []
+    monkeypatch.setattr(evaluation, "own_models", lambda s, devices, *rest: asked.extend(devices) or own(s, devices, *rest))
+    evaluate(after, earlier)
+    active = np.flatnonzero(after.active_rounds != before.active_rounds).tolist()
+    assert 0 < len(active) < setup.terms.devices
+    assert asked == active * 2  # for the tests, then for the validation samples
 
 
 def test_a_cpu_takes_no_more_side_by_side_than_its_caches_hold(monkeypatch):

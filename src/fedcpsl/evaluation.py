@@ -22,13 +22,14 @@ ROWS_SIDE_BY_SIDE = 32768  # of models; not by what memory is free: a run must a
 
 
 class Predictions(NamedTuple):
-    """Log-probabilities of every test sample, device by device."""
+    """Log-probabilities of every test sample, device by device; and of every validation sample."""
 
     personal: Tensor  # [samples, classes]
     general: Tensor | None  # None where there is no server
     localized: Tensor | None
     made_by: NDArray[np.int64]  # the version of each device's localized model, to reuse what has not changed
     hyper: Tree | None = None  # of every sample, to reuse
+    validation: "Predictions | None" = None  # None where none are held back
 
 
 class Accuracy(NamedTuple):
@@ -105,7 +106,7 @@ class Pending(NamedTuple):
 
 def measure_together(states: Sequence[State], earlier: Sequence[Predictions | None]) -> Pending:
     """Have the metrics of many runs computed, to be brought to the host all at once."""
-    predictions = [predict(s, s.setup.data.test, e) for s, e in zip(states, earlier, strict=True)]
+    predictions = [predict_held_back(*each) for each in zip(states, earlier, strict=True)]
     judges = [to_device(has_labelled(state), state.targets.device) for state in states]
     return pending(states, predictions, [measure(*each) for each in zip(states, predictions, judges, strict=True)])
 
@@ -136,8 +137,8 @@ class Measured(NamedTuple):
 
 
 @torch.no_grad()
-def measure(state: State, made: Predictions, judged: Tensor, model: Tensor | None = None) -> list[Tensor]:
-    """All but the last field of `Measured`; `judged` [devices]: whose pseudo-labels count; `model` as in `predict`."""
+def measure(state: State, made: Predictions, judged: Tensor) -> list[Tensor]:
+    """All but the last field of `Measured`; `judged` [devices]: whose pseudo-labels count."""
     tests, validation = state.setup.data.test, state.setup.data.validation
     exact = torch.float32 if tests.x.device.type == "mps" else torch.float64
     nothing = torch.zeros(0, device=tests.y.device, dtype=exact)
@@ -154,7 +155,7 @@ def measure(state: State, made: Predictions, judged: Tensor, model: Tensor | Non
         next(hits),
         nothing if made.general is None else next(hits),
         nothing if made.localized is None else next(hits),
-        right(validation, predict(state, validation, model=model).personal[None])[0] if len(validation.x) else nothing,
+        right(validation, made.validation.personal[None])[0] if made.validation else nothing,
         -each.gather(2, tests.y.expand(len(each), -1)[..., None]).mean((1, 2)).to(exact) if len(tests.x) else nothing,
         _labels(state, judged, exact) if _renews_labels(state) else nothing,
     ]
@@ -178,6 +179,15 @@ def _evaluation(state: State, made: Predictions, measured: Measured) -> Evaluati
         pseudo_label_confidence=confidence / made_up if made_up else None,
         predictions=made,
     )
+
+
+def predict_held_back(state: State, earlier: Predictions | None = None, model: Tensor | None = None) -> Predictions:
+    """What every device predicts for its test and validation samples; the arguments are as in `predict`."""
+    tests, validation = state.setup.data.test, state.setup.data.validation
+    made = predict(state, tests, earlier, model)
+    if not len(validation.x):
+        return made
+    return made._replace(validation=predict(state, validation, earlier and earlier.validation, model))
 
 
 @torch.no_grad()
@@ -370,15 +380,25 @@ def examiner() -> Examine:
     return examine
 
 
-@torch.no_grad()
 def _with_new_localized(states: Sequence[State], earlier: Sequence[Predictions]) -> list[Predictions]:
     """Update predictions in place with the localized models that have changed, those of all runs side by side."""
-    tests = [state.setup.data.test for state in states]
+    tests = _renewed(states, [state.setup.data.test for state in states], earlier)
+    held_back = [run for run, made in enumerate(earlier) if made.validation]
+    some, known = [states[run] for run in held_back], [made.validation for made in earlier if made.validation]
+    validation = dict(zip(held_back, _renewed(some, [s.setup.data.validation for s in some], known), strict=True))
+    return [made._replace(validation=validation.get(run)) for run, made in enumerate(tests)]
+
+
+@torch.no_grad()
+def _renewed(
+    states: Sequence[State], samples: Sequence[Held], earlier: Sequence[Predictions]
+) -> list[Predictions]:
+    """The predictions of one held-back set of every run."""
     changed = [
         (run, int(device))
         for run, (state, made) in enumerate(zip(states, earlier, strict=True))
         if made.localized is not None
-        for device in np.flatnonzero((made.made_by != versions_of(state)) & (np.diff(tests[run].start) > 0))
+        for device in np.flatnonzero((made.made_by != versions_of(state)) & (np.diff(samples[run].start) > 0))
     ]
     methods = [state.setup.terms.method_after(state.round) for state in states]
     for same in {(id(methods[run].network.module), methods[run].both_ways): run for run, _ in changed}.values():
@@ -388,13 +408,13 @@ def _with_new_localized(states: Sequence[State], earlier: Sequence[Predictions])
             for r, i in changed
             if methods[r].network.module is like.network.module and methods[r].both_ways == like.both_ways
         ]
-        most = max(tests[r].rows(i).stop - tests[r].rows(i).start for r, i in theirs)
+        most = max(samples[r].rows(i).stop - samples[r].rows(i).start for r, i in theirs)
         at_once = max(1, ROWS_SIDE_BY_SIDE // most)
         for some in (theirs[k : k + at_once] for k in range(0, len(theirs), at_once)):
-            rows = [tests[r].rows(i) for r, i in some]
-            x = tests[same].x.new_zeros(len(some), most, *tests[same].x.shape[1:])
+            rows = [samples[r].rows(i) for r, i in some]
+            x = samples[same].x.new_zeros(len(some), most, *samples[same].x.shape[1:])
             for place, (run, _), own in zip(x, some, rows, strict=True):
-                place[: own.stop - own.start] = tests[run].x[own]
+                place[: own.stop - own.start] = samples[run].x[own]
             log_h = log_answers(like, _own_models_of_runs(states, some), x)
             for each, (run, _), own in zip(log_h, some, rows, strict=True):
                 localized = earlier[run].localized
@@ -431,9 +451,9 @@ def _capture(states: Sequence[State], earlier: Sequence[Predictions], methods: l
 
     def measure_all() -> tuple[list[Predictions], list[list[Tensor]]]:
         # new objects, so that whatever depends on them is computed inside the graph and not cached from before
-        given = [e._replace(hyper=map_tensors(torch.clone, e.hyper) if e.hyper else None) for e in earlier]
-        made = [predict(s, s.setup.data.test, e, m) for s, e, m in zip(states, given, models, strict=True)]
-        return made, [measure(*each) for each in zip(states, made, judged, models, strict=True)]
+        given = [_with_copied_numbers(made) for made in earlier]
+        made = [predict_held_back(*each) for each in zip(states, given, models, strict=True)]
+        return made, [measure(*each) for each in zip(states, made, judged, strict=True)]
 
     beside = torch.cuda.Stream()
     beside.wait_stream(torch.cuda.current_stream())
@@ -444,6 +464,12 @@ def _capture(states: Sequence[State], earlier: Sequence[Predictions], methods: l
     with torch.cuda.graph(graph):
         predictions, measured = measure_all()
     return Captured(methods, graph, models, judged, measured, predictions)
+
+
+def _with_copied_numbers(made: Predictions) -> Predictions:
+    """The same predictions; the numbers that they were made with are copies."""
+    validation = made.validation and _with_copied_numbers(made.validation)
+    return made._replace(hyper=map_tensors(torch.clone, made.hyper) if made.hyper else None, validation=validation)
 
 
 def _general_models(states: Sequence[State]) -> list[Tensor | None]:

@@ -28,6 +28,7 @@ class Program(NamedTuple):
     algorithm: Algorithm
     method: Method
     data: TrainingData
+    most_slots: int = 0  # that any round has side by side, so that layouts do not depend on the rounds before
 
 
 class Finished(NamedTuple):
@@ -66,14 +67,20 @@ def groups(requests: Sequence[RoundRequest], data: TrainingData) -> Iterator[tup
             together.setdefault(_program_key(request.setup, task), []).append(Slot(run, request, task))
     for key, slots in together.items():
         setup = slots[0].request.setup
-        most = (
-            min((slot.request.setup.machine.slots or len(slots)) for slot in slots) if setup.machine.vectorised else 1
-        )
+        allowed = [slot.request.setup.machine.slots for slot in slots if slot.request.setup.machine.slots]
+        most = min([*allowed, len(slots)]) if setup.machine.vectorised else 1
+        at_most = min([*allowed, most_slots(key, requests, slots[0].task)])
         for piece in _even_pieces(len(slots), most):
             method = merged_method(
                 setup.terms.algorithm, [s.request.setup.terms.method_of(s.task) for s in slots[piece]]
             )
-            yield Program((*key, method.rules), setup.terms.algorithm, method, data), slots[piece]
+            yield Program((*key, method.rules), setup.terms.algorithm, method, data, at_most), slots[piece]
+
+
+def most_slots(key: tuple[Any, ...], requests: Sequence[RoundRequest], task: DeviceRound) -> int:
+    """How many slots of one program any round can have, of all runs; `task` is one of them."""
+    sharing = [request.setup.terms for request in requests if _program_key(request.setup, task) == key]
+    return sum(terms.devices if task.personal else terms.work.active + terms.spare for terms in sharing)
 
 
 def _program_key(setup: Setup, task: DeviceRound) -> tuple[Any, ...]:
