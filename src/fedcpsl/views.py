@@ -23,6 +23,7 @@ WEAK_WARP, STRONG_WARP = 0.17, 0.35  # of drawings, in radians: ten and twenty d
 MOST_MAPS, FEWEST_MAPS, MAP_PIXELS = 256, 64, 1 << 20  # of drawings: fewer for large images
 MOST_PIXEL_SOURCES = 1 << 18  # that are kept for all moves of an image; with more, those of each view are computed
 PLACE, SHADE, NOISE, TURN = range(4)  # streams of random numbers of one key
+COLOUR = TURN  # images are not turned
 
 
 class Views(NamedTuple):
@@ -85,9 +86,9 @@ def mirrored(kind: "str | Views", shape: tuple[int, ...]) -> bool:
 
 
 def photograph_views(shape: tuple[int, ...]) -> Views:
-    """Shifts by up to an eighth, mirror images; strong: contrast, brightness and a blank square too."""
+    """Shifts by up to an eighth, mirror images; strong: contrast, brightness, a colour cast and a blank square too."""
     moved = partial(shifted_images, most=min(shape[1:]) // 8)
-    return Views(moved, _with_less_to_see(moved, shape))
+    return Views(moved, _with_less_to_see(moved, shape, colour=0.3))
 
 
 def drawing_views(shape: tuple[int, ...]) -> Views:
@@ -101,10 +102,15 @@ def drawing_views(shape: tuple[int, ...]) -> Views:
     return Views(moved, _with_less_to_see(farther, shape))
 
 
-def _with_less_to_see(moved: View, shape: tuple[int, ...]) -> View:
-    """The view of moved images with another contrast and brightness, and a square of two fifths of the side blank."""
+def _with_less_to_see(moved: View, shape: tuple[int, ...], colour: float = 0.0) -> View:
+    """The view of moved images with other contrast, brightness and colours, a square of two fifths of the side blank."""
     blank = max(1, min(shape[1:]) * 2 // 5)
-    return lambda x, keys: without_square(shaded(moved(x, keys), keys, 0.6, 0.6), keys, blank)
+
+    def view(x: Tensor, keys: Tensor) -> Tensor:
+        seen = shaded(moved(x, keys), keys, 0.6, 0.6)
+        return without_square(coloured(seen, keys, colour) if colour else seen, keys, blank)
+
+    return view
 
 
 def window_views(shape: tuple[int, ...], axes: tuple[Axes, ...] = ()) -> Views:
@@ -217,6 +223,13 @@ def shaded(x: Tensor, keys: Tensor, contrast: float, brightness: float) -> Tenso
     u = 2 * _uniform(keys, SHADE, 2, x) - 1
     scale, more = 1 + contrast * u[..., 0], brightness * u[..., 1]
     return torch.addcmul(_per_row(torch.addcmul(more, 1 - scale, x.mean((-1, -2, -3))), x), x, _per_row(scale, x))
+
+
+def coloured(x: Tensor, keys: Tensor, most: float) -> Tensor:
+    """Images with a scale U(1 - most, 1 + most) and an offset U(-most, most) of each channel's own."""
+    channels = x.shape[-3]
+    u = 2 * _uniform(keys, COLOUR, 2 * channels, x) - 1
+    return x * (1 + most * u[..., :channels])[..., None, None] + most * u[..., channels:, None, None]
 
 
 def without_square(x: Tensor, keys: Tensor, side: int) -> Tensor:
