@@ -221,6 +221,20 @@ def test_a_run_that_fails_does_not_take_the_others_with_it(desk):
     assert "| FedSHVR | " in text
 
 
+def test_points_of_a_search_may_diverge_and_the_best_is_chosen(desk):
+    """So that `paper tune --choose FILE && paper study` goes on."""
+    head = 'title = "Choosing"\nbases = { digits = "base.toml" }\nseeds = 1\nshows = "map"\n'
+    rows = '[settings]\ndata.validation = 0.2\n[rows.FedCPSL]\nalgorithm.name = "fedcpsl"\n'
+    for name, points, code in (("some", "[0.01, 1e30]", 0), ("all", "[1e29, 1e30]", 1)):
+        (desk / f"{name}.toml").write_text(f"{head}{rows}grid.algorithm.eta = {points}\n")
+        done = fedcpsl("paper", f"{name}.toml", "--out", name, cwd=desk)
+        assert done.returncode == code, done.stderr
+        assert f"{1 + code} of 2 runs failed" in done.stderr
+    done = fedcpsl("paper", "some.toml", "--out", "some", "--choose", "best.toml", cwd=desk)
+    assert done.returncode == 0, done.stderr
+    assert "eta = 0.01" in (desk / "best.toml").read_text()
+
+
 def test_a_group_that_does_not_fit_is_restarted_with_fewer_runs(desk, monkeypatch, capsys):
     """The GPU's memory may be less by then than it was when the group was formed."""
     study = read_study(desk / "pair.toml")

@@ -210,7 +210,7 @@ def test_models_that_did_not_change_are_not_asked_again(monkeypatch):
     (setup,) = setups(run, cases=CASES[:1], validation=3)
     *_, before, after = simulate(setup)
     earlier, asked = evaluate(before).predictions, []
-    monkeypatch.setattr(evaluation, "own_models", lambda s, devices, *rest: asked.extend(devices) or own(s, devices, *rest))
+    monkeypatch.setattr(evaluation, "own_models", lambda s, some, *rest: asked.extend(some) or own(s, some, *rest))
     evaluate(after, earlier)
     active = np.flatnonzero(after.active_rounds != before.active_rounds).tolist()
     assert 0 < len(active) < setup.terms.devices

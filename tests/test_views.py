@@ -23,6 +23,7 @@ from fedcpsl.views import (
     Views,
     _affine_maps,
     as_it_is,
+    coloured,
     mirrored,
     normalised_axes,
     rotated,
@@ -199,6 +200,30 @@ def test_contrast_keeps_the_mean_and_brightness_moves_it():
     moved = (shaded(x, keys(50), 0.0, 0.6) - x).flatten(1)
     assert moved.std(1).max() < 1e-12
     assert moved.abs().max() <= 0.6
+
+
+def test_colours_are_scaled_and_moved_channel_by_channel():
+    x = torch.randn(400, 3, 6, 6, dtype=torch.float64)
+    y = coloured(x, keys(400), 0.3)
+    scale = y.std((2, 3)) / x.std((2, 3))  # [images, channels]
+    offset = (y - scale[..., None, None] * x).flatten(2)
+    assert offset.std(-1).max() < 1e-12  # nothing but a scale and an offset
+    offset = offset.mean(-1)
+    for number, middle in ((scale, 1.0), (offset, 0.0)):
+        assert middle - 0.3 <= number.min() < middle - 0.28
+        assert middle + 0.28 < number.max() <= middle + 0.3
+        assert number.mean().sub(middle).abs() < 0.02
+    independent = torch.corrcoef(torch.cat([scale, offset], 1).T) - torch.eye(6, dtype=torch.float64)
+    assert independent.abs().max() < 0.2
+
+
+@pytest.mark.parametrize(("channels", "cast"), [(3, True), (1, False)])
+def test_photographs_alone_have_a_colour_cast(channels, cast):
+    x = torch.randn(1, 1, 16, 16, dtype=torch.float64).expand(40, channels, 16, 16)  # all channels alike
+    weak, strong = views_for("auto", (channels, 16, 16))
+    grey = (weak(x, keys(40)) == weak(x, keys(40))[:, :1]).all()
+    assert grey
+    assert (strong(x, keys(40)) != strong(x, keys(40))[:, :1]).any() == cast
 
 
 def test_a_square_and_readings_are_blank():

@@ -390,9 +390,7 @@ def _with_new_localized(states: Sequence[State], earlier: Sequence[Predictions])
 
 
 @torch.no_grad()
-def _renewed(
-    states: Sequence[State], samples: Sequence[Held], earlier: Sequence[Predictions]
-) -> list[Predictions]:
+def _renewed(states: Sequence[State], samples: Sequence[Held], earlier: Sequence[Predictions]) -> list[Predictions]:
     """The predictions of one held-back set of every run."""
     changed = [
         (run, int(device))

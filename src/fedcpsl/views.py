@@ -103,7 +103,7 @@ def drawing_views(shape: tuple[int, ...]) -> Views:
 
 
 def _with_less_to_see(moved: View, shape: tuple[int, ...], colour: float = 0.0) -> View:
-    """The view of moved images with other contrast, brightness and colours, a square of two fifths of the side blank."""
+    """The view of moved images with other contrast, brightness and colours, and a square of 2/5 of the side blank."""
     blank = max(1, min(shape[1:]) * 2 // 5)
 
     def view(x: Tensor, keys: Tensor) -> Tensor:
