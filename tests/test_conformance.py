@@ -82,7 +82,7 @@ def as_declared(method, samples, labelled=2):
     if method.traits.per_sample:
         places = torch.arange(samples.x.shape[1]).remainder(method.most_unlabelled)
         held = samples.x.new_full(samples.x.shape[:1], method.most_unlabelled)
-        samples = samples._replace(which=places.expand(samples.x.shape[:2]), held=held)
+        samples = samples._replace(which=places.expand(samples.x.shape[:2]), unlabelled_count=held)
     run = Samples(
         samples.x[:, :3], samples.target[:, :3], *(torch.full_like(samples.labelled[:, :3], w) for w in (0, 1 / 3))
     )

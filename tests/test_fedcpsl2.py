@@ -273,12 +273,12 @@ def test_em_begins_with_the_second_visit():
     method, state = setup.terms.method, initial_state(setup)
     sent, hyper = fedcpsl2.broadcast(state.server), state.hyper(0)
     visit = setup.data.visit(0)._replace(labels=number([2.0, 1, 0, 0, 0, 0]))
-    first = fedcpsl2.prepare(method, hyper, sent, state.device(0), visit)
+    first = fedcpsl2.prepare_visit(method, hyper, sent, state.device(0), visit)
     assert torch.allclose(first.pi, smoothed_by_evidence(visit.labels))
-    second = fedcpsl2.prepare(method, hyper, sent, first, visit)
+    second = fedcpsl2.prepare_visit(method, hyper, sent, first, visit)
     assert not torch.allclose(second.pi, first.pi)
     assert (first.visits.item(), second.visits.item()) == (1, 2)
-    off = fedcpsl2.prepare(method_of(setup, prior="off"), hyper, sent, first, visit)
+    off = fedcpsl2.prepare_visit(method_of(setup, prior="off"), hyper, sent, first, visit)
     assert torch.allclose(off.pi, number([1 / 6] * 6))
 
 

@@ -36,7 +36,12 @@ def test_a_folder_of_ones_own(tmp_path):
     less = ["--rounds", "2", "--set", "model.hidden=[8]", "--set", "algorithm.mu=0.5", "--out", tmp_path / "run"]
     assert fedcpsl("run", "--algorithm", "fedpull", *less, **named).returncode == 0
     assert fedcpsl("show", tmp_path / "run", **named).returncode == 0
-    for text, words in (("import nothing_of_that_name", "cannot be imported: ModuleNotFoundError"), ("", "lacks ")):
+    misspelt = PAGE[0].content.replace("fedprox", "fedpulled") + "\n\ndef relable(targets):\n    return targets\n"
+    for text, words in (
+        ("import nothing_of_that_name", "cannot be imported: ModuleNotFoundError"),
+        ("", "lacks "),
+        (misspelt, "nobody calls 'relable'; did you mean 'relabel'?"),
+    ):
         (folder / "wrong.py").write_text(text)
         done = fedcpsl("run", "--dry-run", **named)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr

@@ -3,14 +3,14 @@
 import json
 import re
 from dataclasses import fields
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from fedcpsl import config
-from fedcpsl.algorithms import all_algorithms, ditto, family, fedamp, feddyn, missing_names
+from fedcpsl.algorithms import all_algorithms, ditto, family, fedamp, feddyn, missing_names, misspelt_names
 from fedcpsl.cli.options import algorithm_names, declared_settings
 from fedcpsl.config import Config, with_settings
 from fedcpsl.errors import InputError
@@ -268,6 +268,16 @@ def test_trees():
     assert isinstance(again, feddyn.Local)
     assert [t.sum().item() for t in leaves(again)] == [2.0, 4.0, 6.0]
     assert bytes_of(tree) == 24
+
+
+def test_a_misspelt_optional_function_is_named():
+    file = ModuleType("mine")
+    exec("def relable(): ...\ndef _recieve(): ...\ndef step_sizes(): ...\nbroadcast_eech = 1", vars(file))
+    assert list(misspelt_names(file)) == [("relable", "relabel")]
+    file.relabel = None
+    assert list(misspelt_names(file)) == []
+    for own, _ in all_algorithms().values():
+        assert list(misspelt_names(own)) == []
 
 
 def test_what_a_file_lacks_is_named():

@@ -161,7 +161,7 @@ def supply(devices=5, make=from_seed, **given):
 @pytest.mark.parametrize("work", [WORK, JOINING, replace(JOINING, personal_rounds=2)])
 def test_samples_made_on_demand_are_those_held_in_memory(store, work):
     made = supply()
-    held = final(make("fedcpsl", "accelerator", federation=made.held(range(5)), work=work))
+    held = final(make("fedcpsl", "accelerator", federation=made.federation_of(range(5)), work=work))
     end = final(make("fedcpsl", store, federation=made, work=work))
     assert all(map(torch.equal, leaves(end.server), leaves(held.server)))
     for i in range(5):
@@ -174,7 +174,7 @@ def test_samples_made_on_demand_are_those_held_in_memory(store, work):
 @needs_fork
 def test_workers_see_samples_made_on_demand(name):
     made = supply()
-    held = final(make(name, "accelerator", federation=made.held(range(5)), processes=2))
+    held = final(make(name, "accelerator", federation=made.federation_of(range(5)), processes=2))
     end = final(make(name, "disk", federation=made, processes=2))
     assert all(map(torch.equal, leaves(end.server), leaves(held.server)))
     assert all(torch.equal(end.nu(i), held.nu(i)) for i in range(5))
@@ -184,8 +184,8 @@ def test_workers_see_samples_made_on_demand(name):
 @pytest.mark.parametrize("store", ["accelerator", "host", "disk"])
 def test_on_a_gpu_too(store, tmp_path):
     made, work = supply(), replace(JOINING, personal_rounds=2)
-    held = final(make("fedcpsl", "accelerator", federation=made.held(range(5)), work=work, device="cuda"))
-    for federation in (made, made.held(range(5))):
+    held = final(make("fedcpsl", "accelerator", federation=made.federation_of(range(5)), work=work, device="cuda"))
+    for federation in (made, made.federation_of(range(5))):
         setup = make("fedcpsl", store, federation=federation, work=work, device="cuda")
         end = final(setup)
         assert torch.allclose(end.server.theta, held.server.theta, atol=1e-10)
@@ -202,7 +202,7 @@ def test_on_a_gpu_too(store, tmp_path):
 @pytest.mark.parametrize("name", ["fedcpsl2", "fedcpsl2-prior"])
 def test_devices_never_visited_know_their_labels_though_their_samples_are_made_on_demand(name):
     made, work = supply(devices=9), replace(WORK, rounds=1, active=3)
-    held = final(make(name, "accelerator", federation=made.held(range(9)), work=work))
+    held = final(make(name, "accelerator", federation=made.federation_of(range(9)), work=work))
     end = final(make(name, "disk", federation=made, work=work))
     never = np.flatnonzero(end.active_rounds == 0).tolist()
     assert len(never) > 3

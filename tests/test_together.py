@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from fedcpsl import config, evaluation
+from fedcpsl.algorithms import family as fedcpsl_steps
 from fedcpsl.data.federation import Federation
+from fedcpsl.engine.precision import Arithmetic
 from fedcpsl.evaluation import evaluate, evaluate_together, examiner
 from fedcpsl.evaluation import own_models as own
 from fedcpsl.simulation import prepare, simulate, simulate_together
@@ -52,6 +54,27 @@ def setups(run, work=WORK, cases=CASES, validation=0):
             )
         )
     return made
+
+
+def test_runs_that_take_turns_keep_their_own_precision(monkeypatch):
+    """PyTorch's setting is one for the whole process; on a CPU it changes nothing, but it can be seen."""
+    run, work = config.Run(processes=1, dtype="float64", device="cpu"), replace(WORK, active=2, rounds=2)
+    simulations, seen = {}, []
+    for precision in ("tf32", "ieee"):
+        setup = prepare(small_federation(), small_model(), config.Algorithm(eta=0.05), work, run)
+        setup.terms.method.network.arithmetic = Arithmetic(precision)
+        simulations[precision] = simulate(setup)
+    step = fedcpsl_steps.step
+    monkeypatch.setattr(
+        fedcpsl_steps, "step", lambda *given: seen.append(torch.backends.cuda.matmul.allow_tf32) or step(*given)
+    )
+    for precision in ("tf32", "ieee", "tf32", "ieee", "tf32", "ieee"):
+        seen.clear()
+        state = next(simulations[precision])
+        assert set(seen) <= {precision == "tf32"}
+        assert bool(seen) == (state.round > 0)
+        evaluate(state)
+        assert torch.backends.cuda.matmul.allow_tf32 == (precision == "tf32")
 
 
 def test_a_run_beside_another_keeps_its_own_layers():

@@ -92,7 +92,7 @@ class Algorithm(Protocol):
     """The functions of an algorithm file; `VARIANTS` names the algorithms that it provides, each with its rules.
 
     Optional, found by being there: `relabel`, once a round over all unlabelled samples; `with_labels`, what a device
-    knows by its labels alone, and `prepare`, once a visit over all its samples, both changing what it keeps;
+    knows by its labels alone, and `prepare_visit`, once a visit over all its samples, both changing what it keeps;
     `review(method, hyper, broadcast, device, upload, visit)`, the same after `finish`, of what the visit left;
     `use_draws(method, hyper, broadcast, local, drawn)`, after `begin`, which returns the `Local` after a look at the
     samples that the `draws` of a visit name, a Mapping of `Samples` by name; `phases`, for personal rounds, and
@@ -213,7 +213,7 @@ class Algorithm(Protocol):
 
 
 class Visit(NamedTuple):
-    """What a device holds when it is visited: what `prepare` looks at."""
+    """What a device holds when it is visited: what `prepare_visit` looks at."""
 
     labels: Tensor  # [..., classes]: how many of its labelled samples each class has
     unlabelled: Tensor  # [...]: how many unlabelled samples it has
@@ -264,8 +264,49 @@ def mean_of_both(log_h: Tensor, log_h_mirrored: Tensor) -> Tensor:
     return torch.log_softmax((log_h + log_h_mirrored) / 2, -1)
 
 
+OPTIONAL = frozenset(
+    [
+        "OWN_NUMBERS",
+        "PREDICTS_WITH",
+        "RECORDED",
+        "adapted",
+        "alike",
+        "alone",
+        "broadcast_each",
+        "broadcast_size",
+        "draw_weights",
+        "greeting",
+        "invariants",
+        "late",
+        "merged",
+        "newcomer",
+        "not_deployable",
+        "partner",
+        "phases",
+        "predicting",
+        "prepare_visit",
+        "probe_broadcast",
+        "probe_receive",
+        "probe_upload",
+        "receive",
+        "relabel",
+        "reply_each",
+        "review",
+        "reweighted",
+        "round_over",
+        "started_again",
+        "update_rate",
+        "use_draws",
+        "use_reply",
+        "with_labels",
+        "without_sums",
+    ]
+)
+
+
 def optional(algorithm: Algorithm, name: str) -> Any:
     """A function that an algorithm may have, or None."""
+    assert name in OPTIONAL, name
     return getattr(algorithm, name, None)
 
 

@@ -53,14 +53,14 @@ def relabelled(
 
 def visit_if_needed(algorithm: Algorithm, make: Callable[[], Visit]) -> Visit | None:
     """What a device holds, for an algorithm that looks at it before or after a visit; else None."""
-    return make() if optional(algorithm, "prepare") or optional(algorithm, "review") else None
+    return make() if optional(algorithm, "prepare_visit") or optional(algorithm, "review") else None
 
 
 def prepared(
     algorithm: Algorithm, method: Method, hyper: Tree, broadcast: Tree, device: Tree, visit: Visit | None
 ) -> Tree:
     """What a device keeps once the algorithm has looked at all that it holds, before the first step."""
-    prepare = optional(algorithm, "prepare")
+    prepare = optional(algorithm, "prepare_visit")
     return prepare(method, hyper, broadcast, device, visit) if prepare else device
 
 

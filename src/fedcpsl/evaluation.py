@@ -140,12 +140,11 @@ class Measured(NamedTuple):
 def measure(state: State, made: Predictions, judged: Tensor) -> list[Tensor]:
     """All but the last field of `Measured`; `judged` [devices]: whose pseudo-labels count."""
     tests, validation = state.setup.data.test, state.setup.data.validation
-    exact = torch.float32 if tests.x.device.type == "mps" else torch.float64
-    nothing = torch.zeros(0, device=tests.y.device, dtype=exact)
+    nothing = torch.zeros(0, device=tests.y.device, dtype=torch.float64)
 
     def right(held: Held, log_h: Tensor) -> Tensor:
         """Right predictions of each device, [models, devices]."""
-        hits = torch.nn.functional.pad((log_h.argmax(-1) == held.y).to(exact).cumsum(-1), (1, 0))
+        hits = torch.nn.functional.pad((log_h.argmax(-1) == held.y).to(torch.float64).cumsum(-1), (1, 0))
         return hits[:, held.bounds].diff()
 
     models = [m for m in (made.personal, made.general, made.localized) if m is not None]
@@ -156,8 +155,10 @@ def measure(state: State, made: Predictions, judged: Tensor) -> list[Tensor]:
         nothing if made.general is None else next(hits),
         nothing if made.localized is None else next(hits),
         right(validation, made.validation.personal[None])[0] if made.validation else nothing,
-        -each.gather(2, tests.y.expand(len(each), -1)[..., None]).mean((1, 2)).to(exact) if len(tests.x) else nothing,
-        _labels(state, judged, exact) if _renews_labels(state) else nothing,
+        -each.gather(2, tests.y.expand(len(each), -1)[..., None]).mean((1, 2)).to(torch.float64)
+        if len(tests.x)
+        else nothing,
+        _labels(state, judged) if _renews_labels(state) else nothing,
     ]
 
 
@@ -198,6 +199,7 @@ def predict(state: State, held: Held, earlier: Predictions | None = None, model:
     """
     setup, method, x = state.setup, state.setup.terms.method_after(state.round), held.x
     network, algorithm, general = method.network, state.setup.terms.algorithm, None
+    network.set_precision()
     theta = algorithm.general_model(method, state.server) if model is None else model
     if theta is not None:
         pieces = [log_answers(method, theta, some) for some in x.split(ROWS_AT_ONCE)]
@@ -285,7 +287,7 @@ def has_labelled(state: State) -> NDArray[np.bool_]:
     return state.active_rounds > state.setup.terms.method.traits.warm_up
 
 
-def _labels(state: State, judged: Tensor, exact: torch.dtype) -> Tensor:
+def _labels(state: State, judged: Tensor) -> Tensor:
     """Of some devices' pseudo-labels: how many are right, of how many whose truth is known; the largest entries of nu
     added up, and how many pseudo-labels there are.
     """
@@ -293,8 +295,8 @@ def _labels(state: State, judged: Tensor, exact: torch.dtype) -> Tensor:
     theirs = judged[device_data.device] & device_data.hidden
     known = theirs & (device_data.truth >= 0)
     right = (state.targets.argmax(-1) == device_data.truth) & known
-    largest = torch.where(theirs, state.targets.amax(-1).to(exact), 0)
-    return torch.stack([each.sum().to(exact) for each in (right, known, largest, theirs)])
+    largest = torch.where(theirs, state.targets.amax(-1).to(torch.float64), 0)
+    return torch.stack([each.sum().to(torch.float64) for each in (right, known, largest, theirs)])
 
 
 def _losses(state: State, made: Predictions, measured: Measured) -> dict[str, float | None]:
@@ -401,6 +403,7 @@ def _renewed(states: Sequence[State], samples: Sequence[Held], earlier: Sequence
     methods = [state.setup.terms.method_after(state.round) for state in states]
     for same in {(id(methods[run].network.module), methods[run].both_ways): run for run, _ in changed}.values():
         like = methods[same]
+        like.network.set_precision()
         theirs = [
             (r, i)
             for r, i in changed

@@ -347,7 +347,7 @@ class Run:
         "host",
         "disk",
     )
-    device: str = text(AUTO, "cpu, cuda, mps; auto: cuda where there is one, else cpu")
+    device: str = text(AUTO, "cpu, cuda, cuda:1, ...; auto: cuda where there is one, else cpu")
     dtype: str = choice("float32", "floating-point type", "float32", "float64")
     precision: str = choice(
         "ieee",

@@ -286,7 +286,7 @@ def labels_held_back(federation: Federation | OnDemand, seed: int) -> Federation
     """The first devices with a fifth of their labelled samples as tests, and what the server holds; their own tests are
     left out."""
     chosen = range(min(DEVICES, federation.devices))
-    whole = federation.held(chosen) if isinstance(federation, OnDemand) else federation
+    whole = federation.federation_of(chosen) if isinstance(federation, OnDemand) else federation
     device, role = np.where(whole.role == SERVER, 0, whole.device), whole.role.copy()
     rng = stream(seed, "step_size")
     judged = np.concatenate([_some(np.flatnonzero((device == i) & (role == LABELLED)), rng) for i in chosen])

@@ -1,13 +1,16 @@
 """One file per algorithm, found by being here, or in a folder that FEDCPSL_ALGORITHMS names."""
 
 import os
+from collections.abc import Iterator
+from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
+from inspect import isfunction
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, cast
 
-from fedcpsl.algorithm import Algorithm, Traits
+from fedcpsl.algorithm import OPTIONAL, Algorithm, Traits
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.problem import Costs
 from fedcpsl.settings import FAMILY
@@ -28,6 +31,10 @@ def all_algorithms() -> dict[str, tuple[Algorithm, Any]]:
         missing = missing_names(file)
         if missing:
             raise InputError(f"{where}: lacks {', '.join(missing)}, which every algorithm needs")
+        for name, meant in misspelt_names(file):
+            raise InputError(
+                f"{where}: nobody calls {name!r}; did you mean {meant!r}? Else give it another name, or _{name}"
+            )
         for name, variant in file.VARIANTS.items():
             if name in known:
                 raise InputError(f"{where}: {name!r} is the name of another algorithm already; give it another")
@@ -50,6 +57,15 @@ def missing_names(file: Any) -> list[str]:
     """What every algorithm needs and a file does not define."""
     needed = [name for name in vars(Algorithm) if not name.startswith("_")]
     return [name for name in needed if not hasattr(file, name) and not hasattr(file, REPLACED_BY.get(name, name))]
+
+
+def misspelt_names(file: Any) -> Iterator[tuple[str, str]]:
+    """Functions of a file whose names are nearly those of optional ones that it does not have, with these."""
+    absent = sorted(name for name in OPTIONAL if not hasattr(file, name))
+    for name, value in vars(file).items():
+        own = isfunction(value) and value.__module__ == file.__name__
+        if own and not name.startswith("_") and name not in OPTIONAL and name not in vars(Algorithm):
+            yield from ((name, meant) for meant in get_close_matches(name, absent, n=1, cutoff=0.85))
 
 
 GROUPS = ("all", "family", "related")  # of algorithms, wherever several are named

@@ -322,7 +322,7 @@ def _smoothing(method: Method, hyper: Hyper) -> Tensor | None:
 
 
 @torch.no_grad()
-def prepare(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device, visit: Visit) -> Device:
+def prepare_visit(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device, visit: Visit) -> Device:
     """pi_i of a visit: uniform, of the labels, or by EM at theta^r from the second visit on."""
     rules = _rules(method)
     found = torch.full_like(device.pi, 1 / device.pi.shape[-1])

@@ -89,7 +89,7 @@ def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     """w <- w - eta grad( l(w; weak B) + lam_u (1/|U|) sum_U mask CE(y, h(w; strong u)) ); then the marks."""
     assert samples.strong is not None
     assert samples.which is not None
-    assert samples.held is not None
+    assert samples.unlabelled_count is not None
     network, lead, models = method.network, hyper.eta.dim(), local.models
     unlabelled = samples.strong.shape[lead]
     labelled = samples.x.shape[lead] - unlabelled
@@ -100,7 +100,7 @@ def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     with torch.no_grad():
         q = network.log_probabilities_at(models, of_unlabelled(samples.x).unsqueeze(lead)).squeeze(lead).exp()
         sure, y = q.max(-1)
-        learnt = learning_status(local.selected[..., :-1], samples.held, network.classes)
+        learnt = learning_status(local.selected[..., :-1], samples.unlabelled_count, network.classes)
         mask = (sure >= threshold(hyper.tau, learnt, y)).to(q)
         confident = (sure >= hyper.tau[..., None]) & (of_unlabelled(samples.unlabelled) > 0)
         selected = marked(local.selected, of_unlabelled(samples.which), y, confident)
@@ -115,11 +115,11 @@ def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     return local._replace(selected=selected, costs=local.costs + costs)
 
 
-def learning_status(selected: Tensor, held: Tensor, classes: int) -> Tensor:
-    """b_c = count_c / max(count_-1, max_c count_c), over a device's own `held` samples, [..., classes]."""
+def learning_status(selected: Tensor, unlabelled_count: Tensor, classes: int) -> Tensor:
+    """b_c = count_c / max(count_-1, max_c count_c), over a device's own `unlabelled_count` samples, [..., classes]."""
     each = torch.arange(classes, device=selected.device)
-    counts = (selected[..., None] == each).sum(-2).to(held.dtype)
-    never = held - counts.sum(-1)
+    counts = (selected[..., None] == each).sum(-2).to(unlabelled_count.dtype)
+    never = unlabelled_count - counts.sum(-1)
     return counts / torch.maximum(never, counts.amax(-1)).clamp_min(1)[..., None]
 
 

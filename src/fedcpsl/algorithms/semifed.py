@@ -170,7 +170,7 @@ def broadcast_size(_: Method, broadcast: Broadcast) -> Tensor:
 
 
 @torch.no_grad()
-def prepare(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device, visit: Visit) -> Device:
+def prepare_visit(method: Method, hyper: Hyper, broadcast: Broadcast, device: Device, visit: Visit) -> Device:
     """The labels of a visit: what theta^r and the peers agree on, of every unlabelled sample; earlier ones are gone."""
     lead, agree = hyper.eta.dim(), rules_of(method).agree
     models = torch.cat([broadcast.theta.unsqueeze(-2), broadcast.peers], -2)

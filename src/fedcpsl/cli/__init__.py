@@ -42,7 +42,7 @@ examples:
 """
 
 MAX_ERROR_LENGTH = 4000  # characters
-RENAMED = {"--device": "what to compute on is given with --processor (cpu, cuda, mps), how many devices with --devices"}
+RENAMED = {"--device": "what to compute on is given with --processor (cpu, cuda), how many devices with --devices"}
 
 
 class Parser(argparse.ArgumentParser):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from fedcpsl.cli.options import PACKAGE, algorithm_names, declared_settings, literals
 from fedcpsl.config import FLAGS, Config, setting
 
-DEVICES = ("auto", "cpu", "cuda", "mps")  # of run.device, which may have a number too
+DEVICES = ("auto", "cpu", "cuda")  # of run.device, which may have a number too
 
 
 class Value(NamedTuple):

@@ -81,7 +81,7 @@ class OnDemand:
             raise InputError(f"the samples of device {name!r}: {problem}")
         return DeviceSamples(x, y.astype(np.int64))
 
-    def held(self, devices: Iterable[int]) -> Federation:
+    def federation_of(self, devices: Iterable[int]) -> Federation:
         """Return a federation of some of the devices, with their samples in memory."""
         chosen = list(devices)
         samples = [self.samples(device) for device in chosen]

@@ -99,6 +99,11 @@ class Network:
         """How it is computed: equal for networks that compute in the same way."""
         return self.batched, self.arithmetic.precision
 
+    def set_precision(self) -> None:
+        """Tell PyTorch how to multiply: a setting of the whole process, so before each piece of this network's work."""
+        allow_tf32 = self.arithmetic.precision == "tf32"  # PyTorch by itself lets convolutions do so
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allow_tf32
+
     def alike(self, module: nn.Module, outputs: int) -> "Network":
         """Another module for the same inputs, computed in the same way."""
         example = self.initial.new_zeros(2, *self.input_shape)

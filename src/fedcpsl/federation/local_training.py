@@ -121,7 +121,7 @@ def local_minibatches(terms: Terms, local_data: LocalData, nu: Tensor, task: Dev
     views = views_for(terms.method.traits.views, tuple(local_data.x_labelled.shape[1:]), local_data.axes)
     view_keys = None if views is None else torch.from_numpy(_view_keys_of(task, terms.work)).to(where)
     traits = terms.method.traits
-    held = weights.new_tensor(local_data.unlabelled) if traits.per_sample else None
+    unlabelled_count = weights.new_tensor(local_data.unlabelled) if traits.per_sample else None
     positions = bool(traits.per_sample) or traits.positions
     draws = [draw for draw in terms.method.traits.draws if not draw.per_visit]
     extra = {draw.name: _extra_minibatches(terms, local_data, nu, draw, task.extra[draw.name]) for draw in draws}
@@ -138,7 +138,7 @@ def local_minibatches(terms: Terms, local_data: LocalData, nu: Tensor, task: Dev
             strong=strong,
             extra={name: next(others) for name, others in extra.items()},
             which=torch.cat([labelled[t], unlabelled[t]]) if positions else None,
-            held=held,
+            unlabelled_count=unlabelled_count,
         )
 
 

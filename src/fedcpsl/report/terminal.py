@@ -269,7 +269,7 @@ def shown_devices(federation: Federation | OnDemand, console: Console) -> Federa
         return federation
     shown = min(MAX_DEVICES, federation.devices)
     console.print(f"{federation.devices:,} devices, whose samples are made on demand; the first {shown}:")
-    return federation.held(range(shown))
+    return federation.federation_of(range(shown))
 
 
 def split_table(federation: Federation) -> Table:

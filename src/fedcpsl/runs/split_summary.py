@@ -36,7 +36,7 @@ class SplitSummary(NamedTuple):
 def summarise_split(federation: Federation | OnDemand) -> SplitSummary:
     """Count the samples of the first devices by class."""
     shown = min(MAX_DEVICES, federation.devices)
-    few = federation if isinstance(federation, Federation) else federation.held(range(shown))
+    few = federation if isinstance(federation, Federation) else federation.federation_of(range(shown))
     names = federation.class_names or tuple(map(str, range(federation.classes)))
     labelled, unlabelled = (few.class_counts(role)[:shown] for role in (LABELLED, UNLABELLED))
     unknown = few.counts[:shown, UNLABELLED] - unlabelled.sum(1)

@@ -130,7 +130,7 @@ def _room_for(local: Tree, hyper: Tree, batches: BatchPlan, most_slots: int, sma
             views=plan.views,
             extra={name: room(more) for name, more in plan.extra.items()},
             which=by_step(plan.which),
-            held=by_slot(plan.held),
+            unlabelled_count=by_slot(plan.unlabelled_count),
         )
 
     return Stage(
@@ -238,5 +238,5 @@ def _samples(data: TrainingData, batches: BatchPlan, steps: Tensor) -> Iterator[
             strong=own_strong,
             extra={name: next(others) for name, others in extra.items()},
             which=own_which,
-            held=batches.held,
+            unlabelled_count=batches.unlabelled_count,
         )

@@ -276,7 +276,7 @@ def _empty_buffers(
         return zeros if device.type == "cpu" else zeros.to(device)
 
     start = np.frombuffer(shared_memory(8 * supply.devices), np.int64)
-    held = supply.held(tested.tolist())
+    held = supply.federation_of(tested.tolist())
     tests = Inputs(torch.from_numpy(np.asarray(held.x)).to(dtype).to(device), held.x, None)
     return DeviceData(
         inputs=Inputs(room(rows, *supply.shape), np.empty(0), None),

@@ -53,6 +53,7 @@ def local_rounds(
     """New pseudo-labels for the planned devices, then their local steps, group by group, in device order."""
     renew_labels(requests, data)
     for program, group in groups(requests, data):
+        program.method.network.set_precision()
         if len(group) == 1 and not group[0].request.setup.machine.vectorised:
             yield one_slot(program, group[0])
         else:

@@ -39,7 +39,7 @@ class BatchPlan(NamedTuple):
     views: Views | None = None
     extra: "Mapping[str, BatchPlan]" = MappingProxyType({})  # further minibatches of each step, by name
     which: Tensor | None = None  # [steps, slots, batch]: where samples are among the device's
-    held: Tensor | None = None  # [slots]: how many unlabelled samples each device has
+    unlabelled_count: Tensor | None = None  # [slots]: how many unlabelled samples each device has
 
     def of_slots(self, slots: int | slice) -> "BatchPlan":
         """The minibatches of some of the slots."""
@@ -64,7 +64,7 @@ class BatchPlan(NamedTuple):
             self.views,
             {name: plan.of_slots(slots) for name, plan in self.extra.items()},
             by_step(self.which),
-            by_slot(self.held),
+            by_slot(self.unlabelled_count),
         )
 
 
@@ -111,7 +111,7 @@ def batch_plan(slots: Sequence[Slot], data: TrainingData) -> BatchPlan:
         view_keys=None if view_keys is None else to_device(view_keys, where),
         views=views,
         which=None if which is None else to_device(which, where),
-        held=_held(slots) if method.traits.per_sample else None,
+        unlabelled_count=_unlabelled_count(slots) if method.traits.per_sample else None,
         extra={draw.name: _extra_plan(draw, slots, data) for draw in method.traits.draws if not draw.per_visit},
     )
     if not slots[0].task.personal or optional(setup.terms.algorithm, "partner") is None:
@@ -121,7 +121,7 @@ def batch_plan(slots: Sequence[Slot], data: TrainingData) -> BatchPlan:
     return batches._replace(partner=partner, partner_rows=to_device(rows - (starts - first)[:, None], where))
 
 
-def _held(slots: Sequence[Slot]) -> Tensor:
+def _unlabelled_count(slots: Sequence[Slot]) -> Tensor:
     """How many unlabelled samples each slot's device has."""
     counts = [int(slot.request.setup.terms.sizes.unlabelled[slot.task.device]) for slot in slots]
     data = slots[0].request.setup.data
@@ -225,7 +225,7 @@ def minibatches(data: TrainingData, batches: BatchPlan, steps: range) -> Iterato
             strong=strong,
             extra={name: next(others) for name, others in extra.items()},
             which=None if batches.which is None else batches.which[t],
-            held=batches.held,
+            unlabelled_count=batches.unlabelled_count,
         )
 
 

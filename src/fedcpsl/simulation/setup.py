@@ -188,8 +188,8 @@ def prepare(
     device = choose_device(run.device)
     if device.type == "cpu":
         keep_freed_memory()
-    dtype = choose_dtype(run.dtype, device)
-    set_precision(run.precision, device)
+    dtype = torch.float64 if run.dtype == "float64" else torch.float32
+    check_precision(run.precision, device)
     joins = _joins(work, federation.devices)
     active = choose_active(work.active, traits, federation.devices - work.joiners)
     spare = edge.extra if edge is not None and edge.on and not (traits.alone or traits.everyone) else 0
@@ -344,9 +344,10 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise InputError(f"run.device = {name!r}: no such device; give cpu, cuda, cuda:1, ... or mps") from None
-    present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if not present.get(device.type, False):
+        raise InputError(f"run.device = {name!r}: no such device; give cpu, cuda, cuda:1, ...") from None
+    if device.type == "mps":
+        raise InputError(f"run.device = {name!r}: is not supported, since it has no float64; give cpu")
+    if device.type != "cpu" and not (device.type == "cuda" and torch.cuda.is_available()):
         raise InputError(f"run.device = {name!r}: this machine has none that PyTorch can use; give cpu")
     return _own_gpu(device) if device.type == "cuda" else device
 
@@ -362,15 +363,7 @@ def _own_gpu(device: torch.device) -> torch.device:
     return own
 
 
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "float64" and device.type == "mps":
-        raise InputError('run.dtype = "float64": mps has no float64; give float32, or run.device = "cpu"')
-    return torch.float64 if name == "float64" else torch.float32
-
-
-def set_precision(name: str, device: torch.device) -> None:
-    """Whether a GPU may round float32 factors to TF32; PyTorch by itself lets convolutions do so."""
+def check_precision(name: str, device: torch.device) -> None:
+    """Refuse what only a GPU can do."""
     if name != "ieee" and device.type != "cuda":
         raise InputError(f'run.precision = "{name}": is a way in which an NVIDIA GPU multiplies; give ieee')
-    torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
-    torch.backends.cudnn.allow_tf32 = name == "tf32"

@@ -154,7 +154,7 @@ class FedCPSLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     :param standardise: whether features are shifted and scaled to mean 0 and deviation 1.
     :param input_shape: of one sample, where rows are flattened images or signals: (1, 28, 28).
     :param unseen: for a device that was not in `fit`: `error`, or `global`: the global model predicts.
-    :param compute: where to train: `cpu`, `cuda`, `mps`; `auto`: cuda where there is one.
+    :param compute: where to train: `cpu`, `cuda`; `auto`: cuda where there is one.
     :param processes: that share a round's devices; 1 leaves the cores to a search's `n_jobs`.
     :param settings: any other settings by name, such as `{"work.unit": "hlu"}` or `{"algorithm.kappa": 1.0}`.
     :param random_state: a whole number makes fits repeatable, and is the seed of the same run elsewhere.
