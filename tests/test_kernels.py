@@ -15,6 +15,7 @@ from fedcpsl.engine.forward_backward import backward, bind, forward
 from fedcpsl.engine.layer_kinds import Layer, walk
 from fedcpsl.engine.linear import linear, matrices_of, totals_of
 from fedcpsl.engine.precision import Arithmetic
+from fedcpsl.models import resnet8
 from fedcpsl.problem import LocalCosts, Samples, local_costs
 
 pytestmark = pytest.mark.skipif(
@@ -55,7 +56,11 @@ def signals():
     return nn.Sequential(*layers, nn.ReLU(), nn.MaxPool1d(2), nn.Flatten()), (6, 47)
 
 
-NETWORKS = [images, strided, pooled, signals]
+def residual():
+    return resnet8((3, 16, 15), 10), (3, 16, 15)
+
+
+NETWORKS = [images, strided, pooled, signals, residual]
 
 
 def given(make):

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call
 
-from fedcpsl.engine import Network
+from fedcpsl.engine import Network, ResidualBlock
 from fedcpsl.engine.convolution import by_library, by_matmul, geometry_of
 from fedcpsl.engine.costs import Differentiated
 from fedcpsl.engine.dropout import KeyedDropout, with_keyed_dropout
 from fedcpsl.engine.forward_backward import backward, bind, forward
-from fedcpsl.engine.layer_kinds import differentiated_by_hand, walk
+from fedcpsl.engine.layer_kinds import differentiated_by_hand, runs_without_vmap, walk
 from fedcpsl.engine.leafwise import has_triton
 from fedcpsl.engine.precision import Arithmetic
 from fedcpsl.models import cnn, mlp
@@ -186,6 +186,45 @@ def test_group_norm(groups, shape, affine):
     assert_agree(first, inputs(2, *shape), tolerance=1e-10)
 
 
+def residual_blocks():
+    """At the beginning, with an empty shortcut; then two inside one another, one of which changes the shape."""
+    inner = ResidualBlock(nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), nn.MaxPool2d(2)), nn.Sequential(nn.MaxPool2d(2)))
+    outer = ResidualBlock(nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), inner), nn.Sequential(nn.Conv2d(2, 4, 2, 2)))
+    first = ResidualBlock(nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.GroupNorm(1, 2)), nn.Sequential())
+    return nn.Sequential(first, outer, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def test_residual_blocks():
+    module = residual_blocks()
+    layers = walk(module, dict(module.named_parameters()))
+    assert [len(branch) for branch in layers[1].branches] == [2, 1]
+    assert differentiated_by_hand(layers)
+    assert_agree(module, inputs(2, 6, 4), tolerance=1e-12)
+    assert_agree(nn.Sequential(nn.Conv2d(2, 2, 1), *module), inputs(2, 6, 4), tolerance=1e-12)
+
+
+def test_residual_blocks_with_layers_that_are_not_known_run_as_one():
+    block = ResidualBlock(nn.Sequential(nn.Conv2d(2, 2, 1, groups=2)), nn.Sequential())
+    (layer,) = walk(block, dict(block.named_parameters()))
+    assert not layer.branches
+    assert not runs_without_vmap(layer)
+    assert_agree(nn.Sequential(block, nn.Flatten()), inputs(2, 4, 4))
+    by_autograd = ResidualBlock(nn.Sequential(nn.Conv2d(2, 2, 1), nn.Tanh()), nn.Sequential(nn.Tanh()))
+    (layer,) = walk(by_autograd, dict(by_autograd.named_parameters()))
+    assert layer.branches
+    assert not differentiated_by_hand([layer])
+    assert_agree(nn.Sequential(by_autograd, nn.Flatten()), inputs(2, 4, 4))
+    assert_agree(nn.Sequential(nn.Conv2d(2, 2, 1), by_autograd, nn.Flatten()), inputs(2, 4, 4))
+
+
+@pytest.mark.parametrize(("kind", "shape"), [(nn.AdaptiveAvgPool1d, (7,)), (nn.AdaptiveAvgPool2d, (3, 4))])
+def test_the_mean_of_channels(kind, shape):
+    conv = nn.Conv1d if len(shape) == 1 else nn.Conv2d
+    module = nn.Sequential(conv(2, 3, 2), kind(1), nn.Flatten(), nn.Linear(3, 2))
+    assert differentiated_by_hand(walk(module, dict(module.named_parameters())))
+    assert_agree(module, inputs(2, *shape))
+
+
 @pytest.mark.parametrize("frozen", ["0.weight", "0.bias"])
 def test_a_partly_frozen_convolution_goes_through_autograd(frozen):
     module = nn.Sequential(nn.Conv2d(2, 3, 2), nn.ReLU(), nn.Flatten()).double()
@@ -217,6 +256,15 @@ NETWORKS = {
     "dropout": [nn.Conv2d(2, 3, 2), nn.ReLU(), nn.Dropout(0.4), nn.Conv2d(3, 3, 2), nn.Dropout2d(0.3)],
     "autograd": [nn.Conv2d(2, 4, 2), nn.Tanh(), nn.Conv2d(4, 4, 2, groups=2), nn.GELU()],
     "linear": [nn.Flatten(), nn.Linear(84, 5), nn.ReLU()],
+    "residual": [
+        nn.Conv2d(2, 4, 2),
+        ResidualBlock(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4)), nn.Sequential()),
+        ResidualBlock(
+            nn.Sequential(nn.Conv2d(4, 3, 3, 2, padding=1), nn.ReLU(), nn.Conv2d(3, 3, 1), nn.Dropout(0.3)),
+            nn.Sequential(nn.Conv2d(4, 3, 1, 2, bias=False), nn.GroupNorm(1, 3)),
+        ),
+        nn.AdaptiveAvgPool2d(1),
+    ],
 }
 
 

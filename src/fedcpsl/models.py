@@ -14,6 +14,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from fedcpsl.engine import ResidualBlock
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.settings import AUTO, toml_value
 
@@ -98,33 +99,27 @@ def resnet8(shape: Sequence[int], classes: int) -> nn.Sequential:
         nn.Conv2d(shape[0], 16, 3, padding=1, bias=False),
         _norm(16),
         nn.ReLU(),
-        ResidualBlock(16, 16, 1),
-        ResidualBlock(16, 32, 2),
-        ResidualBlock(32, 64, 2),
+        _residual_block(16, 16, 1),
+        _residual_block(16, 32, 2),
+        _residual_block(32, 64, 2),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(64, classes),
     )
 
 
-class ResidualBlock(nn.Module):
+def _residual_block(inputs: int, outputs: int, stride: int) -> ResidualBlock:
     """Two 3 x 3 convolutions beside a shortcut, which is a 1 x 1 convolution where the shape changes."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.main = nn.Sequential(
-            nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
-            _norm(outputs),
-            nn.ReLU(),
-            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
-            _norm(outputs),
-        )
-        self.shortcut = nn.Sequential()
-        if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), _norm(outputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.main(x) + self.shortcut(x))
+    main = nn.Sequential(
+        nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
+        _norm(outputs),
+        nn.ReLU(),
+        nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+        _norm(outputs),
+    )
+    if stride == 1 and inputs == outputs:
+        return ResidualBlock(main, nn.Sequential())
+    return ResidualBlock(main, nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), _norm(outputs)))
 
 
 def cnn1d(shape: Sequence[int], classes: int) -> nn.Sequential:

@@ -1,4 +1,4 @@
-"""Layers without matmuls: ReLU, flattening, pooling, dropout and group normalisation, each with its backward pass."""
+"""Layers without matmuls, each with its backward pass: ReLU, pooling, means, dropout, group normalisation, ..."""
 
 from collections.abc import Mapping
 
@@ -92,18 +92,26 @@ def _pooling(layer: Layer, options: tuple[object, ...], x: Tensor) -> tuple[Tens
     return y.unflatten(0, lead), pull
 
 
+def mean_of_channels(x: Tensor) -> tuple[Tensor, Pull]:
+    """The mean over time, or over rows and columns, which stay as dimensions of one place."""
+    places, spread = tuple(range(4, x.dim())), x.shape[4:]
+
+    def pull(gradient: Tensor, _: bool) -> Tensor:
+        return (gradient / spread.numel()).expand(*gradient.shape[:4], *spread)
+
+    return x.mean(places, keepdim=True), pull
+
+
 def group_norm(
     module: nn.Module, parameters: Mapping[str, Tensor], totals: Mapping[str, Tensor], x: Tensor
 ) -> tuple[Tensor, Pull]:
     """Zero mean and unit variance over each group of channels of a sample, then a scale and a shift per channel."""
     assert isinstance(module, nn.GroupNorm)
-    shape, groups = x.shape, module.num_groups
-    grouped = x.unflatten(3, (groups, -1))
-    over = tuple(range(4, grouped.dim()))
-    variance, mean = torch.var_mean(grouped, over, correction=0, keepdim=True)
-    deviation = torch.rsqrt(variance + module.eps)
-    normal = (grouped - mean) * deviation
-    flat = normal.flatten(3, 4)
+    lead, channels, places = x.shape[:3], x.shape[3], x.shape[4:].numel()
+    how = (lead.numel(), channels, places, module.num_groups)
+    rows = _in_order(x.flatten(0, 2))
+    normal, mean, deviation = torch.ops.aten.native_group_norm(rows, None, None, *how, module.eps)
+    flat = normal.unflatten(0, lead)
     ones = (1,) * (x.dim() - 4)
     each = {name: t.view(*t.shape[:2], 1, t.shape[2], *ones) for name, t in parameters.items()}
     y = torch.addcmul(each["bias"], flat, each["weight"]) if each else flat
@@ -117,10 +125,19 @@ def group_norm(
         return back
 
     def handed_back(gradient: Tensor) -> Tensor:
-        slope = (gradient * each["weight"] if each else gradient).unflatten(3, (groups, -1))
-        level = slope.mean(over, keepdim=True)
-        tilt = (slope * normal).mean(over, keepdim=True)
-        back = ((slope - level - normal * tilt) * deviation).flatten(3, 4)
-        return back.sum(1, keepdim=True) if shape[1] < back.shape[1] else back
+        slope = gradient * each["weight"] if each else gradient
+        if lead[1] < slope.shape[1]:  # models that share x
+            slope = slope.sum(1, keepdim=True)
+        wanted = [True, False, False]
+        slopes = _in_order(slope.flatten(0, 2))
+        back, _, _ = torch.ops.aten.native_group_norm_backward(slopes, rows, mean, deviation, None, *how, wanted)
+        return back.unflatten(0, lead)
 
     return y, pull
+
+
+def _in_order(rows: Tensor) -> Tensor:
+    """Samples as PyTorch's kernels read them: on a CPU, those of images may have their channels last in memory."""
+    if rows.dim() == 4 and not rows.is_cuda and rows.is_contiguous(memory_format=torch.channels_last):
+        return rows
+    return rows.contiguous()

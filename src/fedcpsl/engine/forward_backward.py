@@ -1,5 +1,6 @@
 """All layers of a network forwards and backwards; what no layer here knows goes through `vmap` and autograd."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ from torch.func import functional_call, vmap
 
 from fedcpsl.engine.convolution import convolution
 from fedcpsl.engine.dropout import KeyedDropout
-from fedcpsl.engine.elementwise import dropout, flatten, group_norm, pooling, relu
+from fedcpsl.engine.elementwise import dropout, flatten, group_norm, mean_of_channels, pooling, rectify_gradient, relu
 from fedcpsl.engine.layer_kinds import (
     Layer,
     Named,
@@ -17,6 +18,7 @@ from fedcpsl.engine.layer_kinds import (
     is_convolution,
     is_group_norm,
     is_matmul,
+    is_mean,
     is_parameter_free,
     is_pooling,
     is_relu,
@@ -95,21 +97,31 @@ class Bound(NamedTuple):
     matrix_totals: Totals | None
     arithmetic: Arithmetic
     dense: Dense | None = None  # it and linear layers after it, as one
+    branches: "tuple[list[Bound], ...]" = ()  # of a residual block
 
 
 def bind(
-    layers: list[Layer], parameters: Named, totals: Named | None = None, arithmetic: Arithmetic = DEFAULT
+    layers: Sequence[Layer],
+    parameters: Named,
+    totals: Named | None = None,
+    arithmetic: Arithmetic = DEFAULT,
+    *,
+    to_x: bool = False,
 ) -> list[Bound]:
-    """Layers with their parameters [slots, models, *shape]; with `totals`, ready to take gradients back."""
+    """Layers with their parameters [slots, models, *shape]; with `totals`, ready to take gradients back.
+
+    `to_x`: as far as the layers' input, too.
+    """
     bound: list[Bound] = []
-    learning = False
+    learning = to_x and totals is not None
     for layer in layers:
         learning = totals is not None and (learning or bool(layer.names))  # nothing to learn before the first
         own = {name: parameters[full] for name, full in layer.names.items()}
         into = {} if totals is None else {name: totals[full] for name, full in layer.names.items()}
         matrices = matrices_of(own) if is_matmul(layer) else None
         matrix_totals = totals_of(into) if matrices and into else None
-        bound.append(Bound(layer, own, into, learning, matrices, matrix_totals, arithmetic))
+        branches = tuple(bind(branch, parameters, totals, arithmetic, to_x=True) for branch in layer.branches)
+        bound.append(Bound(layer, own, into, learning, matrices, matrix_totals, arithmetic, branches=branches))
     on_cpu = all(t.device.type == "cpu" for t in parameters.values())
     return _with_dense(bound) if on_cpu and totals is not None and arithmetic.precision != "bf16" else bound
 
@@ -152,8 +164,12 @@ def _layer(part: Bound, x: Tensor, keys: Tensor | None) -> tuple[Tensor, Pull]:
         return flatten(x)
     if is_convolution(part.layer):
         return convolution(part.layer, part.parameters, part.totals, x, part.arithmetic)
+    if part.branches:
+        return _residual(part.branches, x, keys)
     if is_pooling(part.layer):
         return pooling(part.layer, x, part.arithmetic)
+    if is_mean(part.layer):
+        return mean_of_channels(x)
     if isinstance(module, KeyedDropout):
         return dropout(module, x, keys, part.arithmetic)
     if is_group_norm(part.layer):
@@ -161,9 +177,29 @@ def _layer(part: Bound, x: Tensor, keys: Tensor | None) -> tuple[Tensor, Pull]:
     return other(part.layer, part.parameters, part.totals, part.learning, x, keys)
 
 
-def backward(pulls: list[Pull], gradient: Tensor) -> None:
-    """Take the gradient of the outputs back through the layers, adding to the totals of each."""
+def _residual(branches: Sequence[list[Bound]], x: Tensor, keys: Tensor | None) -> tuple[Tensor, Pull]:
+    """The ReLU of the sum of both branches."""
+    outputs, pulls = zip(*(forward(branch, x, keys) for branch in branches), strict=True)
+    y = (outputs[0] + outputs[1]).relu_()
+
+    def pull(gradient: Tensor, to_x: bool) -> Tensor | None:
+        gradient = rectify_gradient(gradient, y)
+        handed_back = [backward(branch, gradient, to_x=to_x) for branch in pulls]
+        if not to_x:
+            return None
+        shared = [g.sum(1, keepdim=True) if x.shape[1] < g.shape[1] else g for g in handed_back]
+        return shared[0] + shared[1]
+
+    return y, pull
+
+
+def backward(pulls: list[Pull], gradient: Tensor, *, to_x: bool = False) -> Tensor:
+    """Take the gradient of the outputs back through the layers, adding to the totals of each; with `to_x` the input's.
+
+    Else what is returned means nothing.
+    """
     for depth in reversed(range(len(pulls))):
-        handed_back = pulls[depth](gradient, depth > 0)
+        handed_back = pulls[depth](gradient, to_x or depth > 0)
         if handed_back is not None:
             gradient = handed_back
+    return gradient

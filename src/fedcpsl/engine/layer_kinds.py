@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeGuard, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from fedcpsl.engine.dropout import KeyedDropout
@@ -28,18 +29,36 @@ class Layer(NamedTuple):
     before_flat: bool = False  # no layer on a grid follows
     pool: "Layer | None" = None  # the 2 x 2 pooling that follows the convolution, part of the layer too
     narrow: bool = False  # only layers that pick or drop numbers come between the convolution and the next matmul
+    branches: "tuple[tuple[Layer, ...], ...]" = ()  # of a residual block: its main layers and its shortcut's
+
+
+class ResidualBlock(nn.Module):
+    """relu(main(x) + shortcut(x)), computed and differentiated by hand where all layers of both branches are."""
+
+    def __init__(self, main: nn.Sequential, shortcut: nn.Sequential) -> None:
+        super().__init__()
+        self.main, self.shortcut = main, shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.main(x) + self.shortcut(x))
 
 
 def walk(module: nn.Module, trained: Mapping[str, object]) -> list[Layer]:
     """The layers of a module in order: a `Sequential`'s own, or the module itself."""
     if shares_parameters(module):
         return as_one_layer(module, trained)
-    layers = _with_relus_taken_in(_flat(module, trained, ""))
+    return _in_order(_flat(module, trained, ""))
+
+
+def _in_order(layers: list[Layer], *, grid_follows: bool = False) -> list[Layer]:
+    """Layers that know what is beside them; `grid_follows`: the last of them is not that of the network."""
+    layers = _with_relus_taken_in(layers)
     for i, layer in enumerate(layers):
         after = layers[i + 1] if i + 1 < len(layers) else None
         if is_convolution(layer) and layer.rectified and after and is_convolution(after):
             layers[i], layers[i + 1] = layer._replace(masked_later=True), after._replace(masks_gradient=True)
-        on_grid = any(is_convolution(other) or is_pooling(other) for other in layers[i + 1 :])
+        kinds = (is_convolution, is_pooling, is_residual)
+        on_grid = grid_follows or any(kind(other) for other in layers[i + 1 :] for kind in kinds)
         layers[i] = layers[i]._replace(before_flat=not on_grid, narrow=_feeds_a_matmul(layers[i + 1 :]))
     return _with_pooling_taken_in(layers)
 
@@ -97,7 +116,13 @@ def _flat(module: nn.Module, trained: Mapping[str, object], prefix: str) -> list
     if in_order and not _has_hooks(module):  # its modules by name: one may be there twice
         children = [(name, child) for name, child in module._modules.items() if child is not None]
         return [layer for name, child in children for layer in _flat(child, trained, f"{prefix}{name}.")]
-    return [Layer(module, {name.removeprefix(prefix): name for name in trained if name.startswith(prefix)})]
+    layer = Layer(module, {name.removeprefix(prefix): name for name in trained if name.startswith(prefix)})
+    if not _is(module, ResidualBlock):
+        return [layer]
+    branches = [_flat(getattr(module, branch), trained, f"{prefix}{branch}.") for branch in ("main", "shortcut")]
+    if not all(runs_without_vmap(part) for branch in branches for part in branch):
+        return [layer]
+    return [layer._replace(branches=tuple(tuple(_in_order(branch, grid_follows=True)) for branch in branches))]
 
 
 def _with_relus_taken_in(layers: list[Layer]) -> list[Layer]:
@@ -159,6 +184,19 @@ def is_group_norm(layer: Layer) -> bool:
     )
 
 
+def is_residual(layer: Layer) -> bool:
+    """Whether it is a residual block whose layers are known."""
+    return bool(layer.branches)
+
+
+def is_mean(layer: Layer) -> bool:
+    """Whether it takes the mean of each channel."""
+    module = layer.module
+    if _is(module, nn.AdaptiveAvgPool1d) or _is(module, nn.AdaptiveAvgPool2d):
+        return module.output_size in (1, (1,), (1, 1))
+    return False
+
+
 def is_dropout(layer: Layer) -> bool:
     return isinstance(layer.module, KeyedDropout)
 
@@ -173,18 +211,22 @@ def flattens_samples(module: nn.Module) -> bool:
 
 def runs_without_vmap(layer: Layer) -> bool:
     """Whether a layer runs for all models at once as it is."""
-    return is_matmul(layer) or is_convolution(layer) or is_group_norm(layer) or is_parameter_free(layer)
+    kinds = (is_matmul, is_convolution, is_group_norm, is_residual, is_parameter_free)
+    return any(kind(layer) for kind in kinds)
 
 
 def differentiated_by_hand(layers: list[Layer]) -> bool:
     """Whether no layer from the first with parameters on needs autograd."""
     learning = [bool(layer.names) for layer in layers]
     first = learning.index(True) if True in learning else len(layers)
-    by_hand = (is_matmul, is_convolution, is_pooling, is_group_norm, is_dropout)
-    return all(
-        is_relu(layer.module) or flattens_samples(layer.module) or any(kind(layer) for kind in by_hand)
-        for layer in layers[first:]
-    )
+    return all(map(_is_by_hand, layers[first:]))
+
+
+def _is_by_hand(layer: Layer) -> bool:
+    if is_residual(layer):
+        return all(_is_by_hand(part) for branch in layer.branches for part in branch)
+    by_hand = (is_matmul, is_convolution, is_pooling, is_mean, is_group_norm, is_dropout)
+    return is_relu(layer.module) or flattens_samples(layer.module) or any(kind(layer) for kind in by_hand)
 
 
 def refuse_running_statistics(module: nn.Module) -> None:
