@@ -40,7 +40,7 @@ def test_a_folder_of_ones_own(tmp_path):
     for text, words in (
         ("import nothing_of_that_name", "cannot be imported: ModuleNotFoundError"),
         ("", "lacks "),
-        (misspelt, "nobody calls 'relable'; did you mean 'relabel'?"),
+        (misspelt, "fedcpsl does not call 'relable'; did you mean 'relabel'?"),
     ):
         (folder / "wrong.py").write_text(text)
         done = fedcpsl("run", "--dry-run", **named)

@@ -1,15 +1,19 @@
 """Algorithms that own their states and settings: FedDyn, Ditto and FedAMP, wherever FedCPSL is."""
 
+import ast
 import json
 import re
 from dataclasses import fields
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+import fedcpsl as package
 from fedcpsl import config
+from fedcpsl.algorithm import OPTIONAL
 from fedcpsl.algorithms import all_algorithms, ditto, family, fedamp, feddyn, missing_names, misspelt_names
 from fedcpsl.cli.options import algorithm_names, declared_settings
 from fedcpsl.config import Config, with_settings
@@ -271,13 +275,29 @@ def test_trees():
 
 
 def test_a_misspelt_optional_function_is_named():
+    """Not a helper that the file itself calls; but also what a function was once called."""
     file = ModuleType("mine")
-    exec("def relable(): ...\ndef _recieve(): ...\ndef step_sizes(): ...\nbroadcast_eech = 1", vars(file))
-    assert list(misspelt_names(file)) == [("relable", "relabel")]
+    lines = ["def relable(): ...", "def _recieve(): ...", "def step_sizes(): ...", "def partners(): ...", "reviw = 1"]
+    lines += ["def prepare(): ...", "def commit(): return [lambda: partners()]", "def merge(): ..."]
+    exec("\n".join(lines), vars(file))
+    found = [("merge", "merged"), ("prepare", "prepare_visit"), ("relable", "relabel")]
+    assert list(misspelt_names(file)) == found
     file.relabel = None
-    assert list(misspelt_names(file)) == []
+    assert list(misspelt_names(file)) == found[:2]
     for own, _ in all_algorithms().values():
         assert list(misspelt_names(own)) == []
+
+
+def test_whatever_is_asked_for_is_known_to_be_optional():
+    calls = [
+        (path, call)
+        for path in Path(package.__file__).parent.rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "optional"
+    ]
+    names = {call.args[1].value for _, call in calls if isinstance(call.args[1], ast.Constant)}
+    assert len(names) > 20
+    assert names <= OPTIONAL
 
 
 def test_what_a_file_lacks_is_named():

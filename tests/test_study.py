@@ -233,6 +233,11 @@ def test_points_of_a_search_may_diverge_and_the_best_is_chosen(desk):
     done = fedcpsl("paper", "some.toml", "--out", "some", "--choose", "best.toml", cwd=desk)
     assert done.returncode == 0, done.stderr
     assert "eta = 0.01" in (desk / "best.toml").read_text()
+    lost = '[rows.FedAvg]\nalgorithm.name = "fedavg"\ngrid.algorithm.eta = [1e30]\n'
+    (desk / "lost.toml").write_text(f"{head}{rows}grid.algorithm.eta = [0.01]\n{lost}")
+    done = fedcpsl("paper", "lost.toml", "--out", "lost", "--choose", "best.toml", cwd=desk)
+    assert done.returncode == 1
+    assert "every point of FedAvg failed: none is chosen" in done.stderr
 
 
 def test_a_group_that_does_not_fit_is_restarted_with_fewer_runs(desk, monkeypatch, capsys):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedcpsl import config, evaluation
-from fedcpsl.algorithms import family as fedcpsl_steps
+from fedcpsl.algorithms import family
 from fedcpsl.data.federation import Federation
 from fedcpsl.engine.precision import Arithmetic
 from fedcpsl.evaluation import evaluate, evaluate_together, examiner
@@ -56,25 +56,37 @@ def setups(run, work=WORK, cases=CASES, validation=0):
     return made
 
 
+@pytest.fixture
+def _precision_as_before():
+    matmul, convolutions = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, convolutions
+
+
+@pytest.mark.usefixtures("_precision_as_before")
 def test_runs_that_take_turns_keep_their_own_precision(monkeypatch):
     """PyTorch's setting is one for the whole process; on a CPU it changes nothing, but it can be seen."""
-    run, work = config.Run(processes=1, dtype="float64", device="cpu"), replace(WORK, active=2, rounds=2)
-    simulations, seen = {}, []
+    run, work = config.Run(processes=1, dtype="float64", device="cpu"), replace(WORK, active=2, rounds=3)
+    setups, seen = {}, []
     for precision in ("tf32", "ieee"):
-        setup = prepare(small_federation(), small_model(), config.Algorithm(eta=0.05), work, run)
-        setup.terms.method.network.arithmetic = Arithmetic(precision)
-        simulations[precision] = simulate(setup)
-    step = fedcpsl_steps.step
-    monkeypatch.setattr(
-        fedcpsl_steps, "step", lambda *given: seen.append(torch.backends.cuda.matmul.allow_tf32) or step(*given)
-    )
-    for precision in ("tf32", "ieee", "tf32", "ieee", "tf32", "ieee"):
+        setups[precision] = prepare(small_federation(), small_model(), config.Algorithm(eta=0.05), work, run)
+        setups[precision].terms.method.network.arithmetic = Arithmetic(precision)
+    for name in ("relabel", "step", "apply"):
+        whole = getattr(family, name)
+        note = lambda *given, whole=whole: seen.append(torch.backends.cuda.matmul.allow_tf32) or whole(*given)  # noqa: E731
+        monkeypatch.setattr(family, name, note)
+    simulations, states = {name: simulate(setup) for name, setup in setups.items()}, {}
+    for precision in ("tf32", "ieee") * 3:
         seen.clear()
-        state = next(simulations[precision])
+        states[precision] = next(simulations[precision])
         assert set(seen) <= {precision == "tf32"}
-        assert bool(seen) == (state.round > 0)
-        evaluate(state)
-        assert torch.backends.cuda.matmul.allow_tf32 == (precision == "tf32")
+        assert bool(seen) == (states[precision].round > 0)
+        evaluate(states[precision])
+        assert torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32 == (precision == "tf32")
+    for precision in ("ieee", "tf32"):  # resumed, after another run's
+        seen.clear()
+        next(simulate(setups[precision], states[precision]))
+        assert set(seen) == {precision == "tf32"}
 
 
 def test_a_run_beside_another_keeps_its_own_layers():
@@ -226,6 +238,27 @@ def test_an_evaluation_that_reuses_what_it_can_is_the_evaluation(work, device, v
             assert found == wanted
             assert (found["validation"] is None) == (validation == 0)
             assert losses[0] == pytest.approx(losses[1], rel=1e-9, nan_ok=True)
+
+
+@pytest.mark.parametrize("validation", [0, 3])
+@pytest.mark.parametrize("more", [{}, {"personal_rounds": 3}])
+def test_predictions_renewed_in_place_are_the_predictions(validation, more):
+    """What a GPU does between captured evaluations, and the captured part itself, without a graph."""
+    work = replace(WORK, **more)
+    cases = [{"name": "fedcpsl"}, {"name": "apfl"}, {"name": "fedcpsl", "beta": 0.3}]
+    cases += [] if more else [{"name": "fedavg"}, {"name": "local"}]
+    run, made = config.Run(executor="vectorised", dtype="float64", device="cpu", processes=1), None
+    for states in simulate_together(setups(run, work, cases, validation)):
+        expected = [evaluate(state).predictions for state in states]
+        made = evaluation._with_new_localized(states, made or expected)
+        given = map(evaluation._with_copied_numbers, made)
+        for found, wanted in zip(map(evaluation.predict_held_back, states, given), expected, strict=True):
+            assert (found.validation is None) == (wanted.validation is None) == (validation == 0)
+            both = [(found, wanted)] if validation == 0 else [(found, wanted), (found.validation, wanted.validation)]
+            for a, b in both:
+                torch.testing.assert_close(a.personal, b.personal, rtol=0, atol=1e-12)
+                if b.localized is not None:
+                    torch.testing.assert_close(a.localized, b.localized, rtol=0, atol=1e-12)
 
 
 def test_models_that_did_not_change_are_not_asked_again(monkeypatch):

@@ -217,13 +217,13 @@ def test_colours_are_scaled_and_moved_channel_by_channel():
     assert independent.abs().max() < 0.2
 
 
-@pytest.mark.parametrize(("channels", "cast"), [(3, True), (1, False)])
-def test_photographs_alone_have_a_colour_cast(channels, cast):
-    x = torch.randn(1, 1, 16, 16, dtype=torch.float64).expand(40, channels, 16, 16)  # all channels alike
-    weak, strong = views_for("auto", (channels, 16, 16))
-    grey = (weak(x, keys(40)) == weak(x, keys(40))[:, :1]).all()
-    assert grey
-    assert (strong(x, keys(40)) != strong(x, keys(40))[:, :1]).any() == cast
+@pytest.mark.parametrize(("kind", "cast"), [("photograph", True), ("drawing", False)])
+def test_photographs_alone_have_a_colour_cast(kind, cast):
+    x = torch.randn(1, 1, 16, 16, dtype=torch.float64).expand(40, 3, 16, 16)  # all channels alike
+    weak, strong = (view(x, keys(40)) for view in views_for(kind, (3, 16, 16)))
+    assert torch.equal(weak, weak[:, :1].expand(weak.shape))
+    assert (strong != strong[:, :1]).flatten(1).any(1).all() == cast
+    assert torch.equal(strong, strong[:, :1].expand(strong.shape)) != cast
 
 
 def test_a_square_and_readings_are_blank():

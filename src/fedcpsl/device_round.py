@@ -60,8 +60,8 @@ def prepared(
     algorithm: Algorithm, method: Method, hyper: Tree, broadcast: Tree, device: Tree, visit: Visit | None
 ) -> Tree:
     """What a device keeps once the algorithm has looked at all that it holds, before the first step."""
-    prepare = optional(algorithm, "prepare_visit")
-    return prepare(method, hyper, broadcast, device, visit) if prepare else device
+    prepare_visit = optional(algorithm, "prepare_visit")
+    return prepare_visit(method, hyper, broadcast, device, visit) if prepare_visit else device
 
 
 def reviewed(

@@ -68,9 +68,7 @@ class Samples(NamedTuple):
     extra: "Mapping[str, Samples]" = MappingProxyType({})  # further minibatches of the step, by the name of their draw
     which: Tensor | None = None  # [..., samples]: where each row is among the device's labelled or unlabelled samples,
     # if the algorithm keeps a state of each or asks for positions
-    unlabelled_count: Tensor | None = (
-        None  # [...]: how many unlabelled samples the device has, if it keeps a state of each
-    )
+    unlabelled_count: Tensor | None = None  # [...]: of the device's samples, if it keeps a state of each
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor | None]:

@@ -23,7 +23,7 @@ WEAK_WARP, STRONG_WARP = 0.17, 0.35  # of drawings, in radians: ten and twenty d
 MOST_MAPS, FEWEST_MAPS, MAP_PIXELS = 256, 64, 1 << 20  # of drawings: fewer for large images
 MOST_PIXEL_SOURCES = 1 << 18  # that are kept for all moves of an image; with more, those of each view are computed
 PLACE, SHADE, NOISE, TURN = range(4)  # streams of random numbers of one key
-COLOUR = TURN  # images are not turned
+COLOUR = TURN  # which images do not use
 
 
 class Views(NamedTuple):

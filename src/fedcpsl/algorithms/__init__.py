@@ -8,6 +8,7 @@ from importlib import import_module
 from inspect import isfunction
 from pathlib import Path
 from pkgutil import iter_modules
+from types import CodeType
 from typing import Any, cast
 
 from fedcpsl.algorithm import OPTIONAL, Algorithm, Traits
@@ -32,9 +33,7 @@ def all_algorithms() -> dict[str, tuple[Algorithm, Any]]:
         if missing:
             raise InputError(f"{where}: lacks {', '.join(missing)}, which every algorithm needs")
         for name, meant in misspelt_names(file):
-            raise InputError(
-                f"{where}: nobody calls {name!r}; did you mean {meant!r}? Else give it another name, or _{name}"
-            )
+            raise InputError(f"{where}: fedcpsl does not call {name!r}; did you mean {meant!r}? Else call it _{name}")
         for name, variant in file.VARIANTS.items():
             if name in known:
                 raise InputError(f"{where}: {name!r} is the name of another algorithm already; give it another")
@@ -59,13 +58,26 @@ def missing_names(file: Any) -> list[str]:
     return [name for name in needed if not hasattr(file, name) and not hasattr(file, REPLACED_BY.get(name, name))]
 
 
+RENAMED = {"prepare": "prepare_visit"}
+
+
 def misspelt_names(file: Any) -> Iterator[tuple[str, str]]:
-    """Functions of a file whose names are nearly those of optional ones that it does not have, with these."""
+    """Functions that a file does not call itself, named nearly as optional ones that it does not have, with these."""
+    own = {name: f for name, f in vars(file).items() if isfunction(f) and f.__module__ == file.__name__}
+    called = {name for function in own.values() for name in _names_in(function.__code__)}
     absent = sorted(name for name in OPTIONAL if not hasattr(file, name))
-    for name, value in vars(file).items():
-        own = isfunction(value) and value.__module__ == file.__name__
-        if own and not name.startswith("_") and name not in OPTIONAL and name not in vars(Algorithm):
-            yield from ((name, meant) for meant in get_close_matches(name, absent, n=1, cutoff=0.85))
+    for name in sorted(own.keys() - called - OPTIONAL - vars(Algorithm).keys()):
+        if not name.startswith("_"):
+            near = [RENAMED[name]] if name in RENAMED else get_close_matches(name, absent, n=1, cutoff=0.85)
+            yield from ((name, meant) for meant in near)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """The names that a function looks up, also in functions inside it."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names_in(inner)
 
 
 GROUPS = ("all", "family", "related")  # of algorithms, wherever several are named

@@ -85,11 +85,11 @@ def _paper(parsed: argparse.Namespace) -> int:
 def _run(parsed: argparse.Namespace, studies: Sequence["Study"], dataset: str) -> int:
     from rich.console import Console
 
-    from fedcpsl.report.study import best_points, cells_of, print_study, write_study
+    from fedcpsl.report.study import best_points, cells_of, print_study, rows_without_a_point, write_study
     from fedcpsl.report.study_tables import write_choice
     from fedcpsl.report.terminal import comparison_progress
     from fedcpsl.runs.comparison import run_folder
-    from fedcpsl.runs.folder import is_finished
+    from fedcpsl.runs.folder import is_finished, is_refused
     from fedcpsl.runs.study import check_base, plan_of, run_plan
 
     plan = plan_of(studies, dataset, parsed.seeds)
@@ -118,5 +118,9 @@ def _run(parsed: argparse.Namespace, studies: Sequence["Study"], dataset: str) -
             write_choice(parsed.choose, dataset, best_points(study, dataset, cells), f"fedcpsl paper {study.name}")
             print(f"chosen   {parsed.choose}")
     code = report_failed(runs)
-    searched = all(study.shows == "map" for study in studies) and any(map(is_finished, runs))
-    return 0 if searched else code  # that some points of a search diverge is a result
+    if any(study.shows != "map" for study in studies) or any(map(is_refused, runs)):
+        return code
+    nothing = [row for study in studies for row in rows_without_a_point(cells_of(folder, study, dataset, plan.seeds))]
+    for row in nothing:
+        print(f"fedcpsl: every point of {row} failed: none is chosen", file=sys.stderr)
+    return 1 if nothing else 0  # that some points of a search diverge is a result

@@ -100,7 +100,7 @@ class Network:
         return self.batched, self.arithmetic.precision
 
     def set_precision(self) -> None:
-        """Tell PyTorch how to multiply: a setting of the whole process, so before each piece of this network's work."""
+        """Tell PyTorch how to multiply: a setting of the whole process, so before each round and each evaluation."""
         allow_tf32 = self.arithmetic.precision == "tf32"  # PyTorch by itself lets convolutions do so
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allow_tf32
 

@@ -187,6 +187,15 @@ def best_points(study: Study, dataset: str, cells: Sequence[CaseResults]) -> dic
     return {place: point for place, (_, point) in best.items()}
 
 
+def rows_without_a_point(cells: Sequence[CaseResults]) -> list[str]:
+    """Return the rows, with their panels, of which every point failed."""
+    best: dict[str, float] = {}
+    for cell in cells:
+        row = ", ".join(filter(None, (cell.line.row, cell.line.panel)))
+        best[row] = max(best.get(row, float("-inf")), mean_score(cell)[0])
+    return [row for row, score in best.items() if score == float("-inf")]
+
+
 def _steps(cells: Sequence[CaseResults]) -> str:
     """Return the local steps of a run, mean over seeds, of each cell; times the gradients of a step if known."""
     means = []

@@ -163,8 +163,6 @@ def accelerators() -> list[dict[str, Any]]:
         free, total = torch.cuda.mem_get_info(number)
         name = torch.cuda.get_device_name(number)
         found.append({"device": f"cuda:{number}", "name": name, "memory_bytes": total, "free_bytes": free})
-    if torch.backends.mps.is_available():
-        found.append({"device": "mps", "name": platform.machine(), "memory_bytes": None, "free_bytes": None})
     return found
 
 

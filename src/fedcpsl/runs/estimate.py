@@ -287,6 +287,4 @@ def _private_bytes(process: int) -> int:
 
 def accelerator_bytes(device: torch.device) -> int | None:
     """Return the maximum memory used on the accelerator so far; None on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device) + CONTEXT
-    return int(torch.mps.driver_allocated_memory()) if device.type == "mps" else None
+    return torch.cuda.max_memory_reserved(device) + CONTEXT if device.type == "cuda" else None

@@ -15,6 +15,7 @@ from fedcpsl.algorithm import Algorithm, Method, alike, merged_method
 from fedcpsl.device_round import begun, device_round, prepared, reviewed, visit_if_needed
 from fedcpsl.schedule import DeviceRound
 from fedcpsl.simulation.minibatches import BatchPlan, batch_plan, drawn_for_visit, minibatches, renew_labels, visits
+from fedcpsl.simulation.ranks import world
 from fedcpsl.simulation.round_request import RoundRequest, Slot, TrainingData, hyper_of, states_of
 from fedcpsl.simulation.setup import Setup
 from fedcpsl.simulation.store import to_device
@@ -28,7 +29,7 @@ class Program(NamedTuple):
     algorithm: Algorithm
     method: Method
     data: TrainingData
-    most_slots: int = 0  # that any round has side by side, so that layouts do not depend on the rounds before
+    most_slots: int = 0  # that a round has side by side, so that layouts do not depend on the rounds before
 
 
 class Finished(NamedTuple):
@@ -68,20 +69,25 @@ def groups(requests: Sequence[RoundRequest], data: TrainingData) -> Iterator[tup
             together.setdefault(_program_key(request.setup, task), []).append(Slot(run, request, task))
     for key, slots in together.items():
         setup = slots[0].request.setup
-        allowed = [slot.request.setup.machine.slots for slot in slots if slot.request.setup.machine.slots]
-        most = min([*allowed, len(slots)]) if setup.machine.vectorised else 1
-        at_most = min([*allowed, most_slots(key, requests, slots[0].task)])
-        for piece in _even_pieces(len(slots), most):
+        widest = _widest(slots, most_slots(key, requests, slots[0].task)) if setup.machine.vectorised else 1
+        for piece in _even_pieces(len(slots), widest):
             method = merged_method(
                 setup.terms.algorithm, [s.request.setup.terms.method_of(s.task) for s in slots[piece]]
             )
-            yield Program((*key, method.rules), setup.terms.algorithm, method, data, at_most), slots[piece]
+            yield Program((*key, method.rules), setup.terms.algorithm, method, data, widest), slots[piece]
 
 
 def most_slots(key: tuple[Any, ...], requests: Sequence[RoundRequest], task: DeviceRound) -> int:
-    """How many slots of one program any round can have, of all runs; `task` is one of them."""
+    """How many slots of one program any round can have, of all runs, and each rank's share; `task` is one of them."""
     sharing = [request.setup.terms for request in requests if _program_key(request.setup, task) == key]
-    return sum(terms.devices if task.personal else terms.work.active + terms.spare for terms in sharing)
+    return -(-sum(terms.devices if task.personal else terms.most_drawn for terms in sharing) // world()[1])
+
+
+def _widest(slots: Sequence[Slot], total: int) -> int:
+    """How many slots go side by side: those of a full round in even pieces, as large as its runs allow."""
+    total = max(total, len(slots))
+    at_a_time = min((slot.request.setup.machine.slots or total) for slot in slots)
+    return -(-total // -(-total // at_a_time))
 
 
 def _program_key(setup: Setup, task: DeviceRound) -> tuple[Any, ...]:

@@ -302,6 +302,7 @@ def renew_labels(requests: Sequence[RoundRequest], data: TrainingData) -> None:
                 )
                 due.setdefault(key if together else (run, task.device), []).append(Slot(run, request, task))
     for slots in due.values():
+        slots[0].request.setup.terms.method.network.set_precision()
         if len(slots) == 1:
             _renew_one(slots[0], data)
         else:

@@ -55,7 +55,7 @@ def passes_of(setup: Setup, method: Method) -> tuple[Passes, Passes, Passes]:
         _relabel_two(request, method, device)
         labels = (counter.forward - before) / 2
     samples = int(terms.sizes.unlabelled[device])
-    if samples and (optional(terms.algorithm, "prepare") or method.personal_round):  # a look at all samples
+    if samples and (optional(terms.algorithm, "prepare_visit") or method.personal_round):  # a look at all samples
         return step, Passes(once.trained / samples, once.forward / samples + labels), Passes(0, 0)
     return step, Passes(0, labels), once
 

@@ -57,6 +57,7 @@ def simulate_together(
         pieces = data.targets.split([len(state.targets) for state in states])
         states = [s._replace(devices=d, targets=t) for s, d, t in zip(states, devices, pieces, strict=True)]
         while any(state.round < state.setup.terms.total_rounds for state in states):
+            states[0].setup.terms.method.network.set_precision()
             plans: list[list[DeviceRound] | None] = [None] * len(states)
             for i, state in enumerate(states):
                 if state.round < state.setup.terms.total_rounds:

@@ -54,9 +54,13 @@ class RunTerms(NamedTuple):
     @property
     def most_active(self) -> int:
         """The most devices that work in a round."""
-        if self.method.traits.everyone or self.personal_rounds:
-            return self.devices
-        return min(self.work.active + self.spare, self.devices)
+        return self.devices if self.personal_rounds else self.most_drawn
+
+    @property
+    def most_drawn(self) -> int:
+        """The most devices that work in a round with the server."""
+        everyone = self.method.traits.everyone
+        return self.devices if everyone else min(self.work.active + self.spare, self.devices)
 
     @property
     def devices(self) -> int:
@@ -198,6 +202,7 @@ def prepare(
     network = _network(
         model, device_data, federation.classes, run.precision, beside.terms.method.network if beside else None
     )
+    network.set_precision()
     network.batched = choose_executor(run.executor, network, device) == "vectorised"
     found = resolved(algorithm, network, work, costs).for_sizes(federation.sizes)
     check_recordings(found.method, device_data.recordings)
