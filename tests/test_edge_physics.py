@@ -275,6 +275,17 @@ def test_rounded_numbers_lie_on_the_grid_within_a_step(values, bits, seed):
         assert (grid - grid.round()).abs().max() < 1e-5
 
 
+def test_a_tensor_that_is_flat_or_not_finite_is_sent_as_it_is():
+    """One of each beside tensors that are rounded, which are rounded as without it."""
+    inf, nan = float("inf"), float("nan")
+    kept = torch.tensor([[1.0, inf], [-inf, 2.0], [-inf, inf], [nan, 1.0], [3.0, 3.0], [inf, inf]])
+    rounded = torch.tensor([[0.1, 7.0]])
+    u = torch.full((7, 2), 0.4)
+    found = quantised(torch.cat([kept, rounded]), 4, u)
+    assert torch.equal(found[:-1].nan_to_num(nan=9.0), kept.nan_to_num(nan=9.0))
+    assert torch.equal(found[-1:], quantised(rounded, 4, u[:1]))
+
+
 def test_rounding_is_that_of_each_device_however_many_are_rounded_at_once(monkeypatch):
     upload = torch.randn(5, 7, 4).transpose(1, 2), torch.arange(5)  # one that does not lie in a row, and counts
     before = quantised_uploads(upload, 8, [28], 0, 3, range(5))

@@ -33,9 +33,14 @@ def _round(tensors: Sequence[Tensor], bits: int, numbers: Sequence[Tensor], out:
         level = torch.sub(x, low, out=found).div_(step).add_(u).floor_().clamp_(0, 2**bits - 1)
         level.mul_(step).add_(low)
         steps.append(step)
-    if not bool((torch.cat(steps, -1) > 0).all()):  # one look at all of them: they seldom are not
+    if not bool(_can_round(torch.cat(steps, -1)).all()):  # one look at all of them: they seldom are not
         for x, found, step in zip(tensors, out, steps, strict=True):
-            found.copy_(torch.where(step > 0, found, x))
+            found.copy_(torch.where(_can_round(step), found, x))
+
+
+def _can_round(step: Tensor) -> Tensor:
+    """Whether entries differ and all are finite."""
+    return (step > 0) & (step < torch.inf)
 
 
 def tensors_of(leaf: Tensor, sizes: Sequence[int]) -> list[int]:
