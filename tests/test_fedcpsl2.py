@@ -164,7 +164,7 @@ def test_teachers_and_weights_of_pseudo_labels():
 
     def answer(tau, **rules):
         given = method._replace(rules=method.rules._replace(**rules))
-        labels, weights = fedcpsl2.pseudo_labels(given, hyper_of(tau=tau), local, torch.zeros(1, 1), ())
+        labels, weights = fedcpsl2.pseudo_labels(given, hyper_of(tau=tau), local, torch.zeros(1, 1))
         return labels.argmax().item(), weights.item()
 
     assert answer(0.6) == (0, 1)

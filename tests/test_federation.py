@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fedcpsl import config
+from fedcpsl.algorithms import family
 from fedcpsl.algorithms.family import Broadcast
 from fedcpsl.errors import InputError
 from fedcpsl.federation import Lost, Message, digest, predict, respond, serve, terms_of
@@ -106,6 +107,18 @@ def test_a_federation_gives_the_simulators_answer(name, loss_rate, tmp_path):
 def test_options_give_the_simulators_answer_too(numbers, tmp_path):
     """Devices without labels, or without other samples, are among them."""
     setup = make(**numbers)
+    devices = participants(setup, tmp_path)
+    assert_same(setup, served(setup, tmp_path, LoopbackTransport(devices), min_devices=5)[-1], devices)
+
+
+def test_what_a_device_keeps_and_its_pseudo_labels_change_in_the_simulators_order(tmp_path, monkeypatch):
+    """Pseudo-labels are made with the state that a visit finds, not with what `prepare_visit` makes of it."""
+
+    def prepare_visit(_method, _hyper, _broadcast, device, _visit):
+        return device._replace(theta_lc=1.5 * device.theta_lc)
+
+    monkeypatch.setattr(family, "prepare_visit", prepare_visit, raising=False)
+    setup = make(labels_from="mixture", beta=0.9)
     devices = participants(setup, tmp_path)
     assert_same(setup, served(setup, tmp_path, LoopbackTransport(devices), min_devices=5)[-1], devices)
 

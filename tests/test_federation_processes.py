@@ -24,7 +24,7 @@ LONGEST_S = 240  # on a machine that is busy
 EXPLAINED = {  # what a device says of itself, in the words of `fedcpsl join --explain`
     "labelled": "how many labelled and unlabelled training samples it has",
     "unlabelled": "how many labelled and unlabelled training samples it has",
-    "delta": "theta_i - theta, the change of its copy of the global model",
+    "delta": "the change of its copy of the global model",
     "steps": "how many steps it took",
     "accuracy": "its test accuracy",
 }

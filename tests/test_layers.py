@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call
 
-from fedcpsl.engine import Network, ResidualBlock
+from fedcpsl.engine import Network
 from fedcpsl.engine.convolution import by_library, by_matmul, geometry_of
 from fedcpsl.engine.costs import Differentiated
 from fedcpsl.engine.dropout import KeyedDropout, with_keyed_dropout
@@ -15,7 +15,7 @@ from fedcpsl.engine.forward_backward import backward, bind, forward
 from fedcpsl.engine.layer_kinds import differentiated_by_hand, runs_without_vmap, walk
 from fedcpsl.engine.leafwise import has_triton
 from fedcpsl.engine.precision import Arithmetic
-from fedcpsl.models import cnn, mlp
+from fedcpsl.models import ResidualBlock, cnn, mlp
 from fedcpsl.settings import Run
 from fedcpsl.simulation.setup import choose_executor, choose_slots
 

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedcpsl.algorithms import afl, drfa
+from fedcpsl.engine import where_slots
 from fedcpsl.errors import InputError
 from fedcpsl.federation import respond, serve, terms_of
 from fedcpsl.federation.device import LoopbackTransport, load_device_state
@@ -94,7 +95,7 @@ def test_the_snapshot_is_taken_after_its_step():
     kept, steps = (number([0.0, 0.0, 0.0])[:, None, None],), torch.zeros(3, dtype=torch.int64)
     for w in (1.0, 2.0, 3.0):
         steps = steps + 1
-        kept = drfa.chosen(steps == moments, (torch.full((3, 1, 1), w, dtype=torch.float64),), kept)
+        kept = where_slots(steps == moments, (torch.full((3, 1, 1), w, dtype=torch.float64),), kept)
     assert kept[0].flatten().tolist() == [2.0, 3.0, 1.0]
 
 

@@ -205,27 +205,32 @@ def predict(state: State, held: Held, earlier: Predictions | None = None, model:
         pieces = [log_answers(method, theta, some) for some in x.split(ROWS_AT_ONCE)]
         general = torch.cat(pieces) if len(x) else x.new_zeros(0, network.classes)
     versions = versions_of(state)
-    if not method.traits.personal:
-        assert general is not None
-        return Predictions(general, general, None, versions)
+    own = method.traits.personal
     if not len(x):  # no device has such samples
-        return Predictions(x.new_zeros(0, network.classes), general, x.new_zeros(0, network.classes), versions)
-    if earlier is None or earlier.localized is None:
-        localized, changed = x.new_empty(len(x), network.classes), np.ones(setup.terms.devices, bool)
-    else:
-        localized, changed = earlier.localized.clone(), earlier.made_by != versions
-    renewed = np.flatnonzero(changed & (np.diff(held.start) > 0)).tolist()
-    for i in renewed:
-        rows = held.rows(i)
-        localized[rows] = log_answers(method, own_models(state, [i], theta)[0], x[rows])
+        none = x.new_zeros(0, network.classes)
+        return Predictions(none, general, none if own else None, versions)
+    localized = _localized(state, held, theta, earlier) if own else None
     hyper = earlier.hyper if earlier else None
     if hyper is None or optional(algorithm, "predicting"):
         tested = np.flatnonzero(np.diff(held.start) > 0)
         place = to_device(np.searchsorted(tested, np.arange(setup.terms.devices)), x.device)[held.device]
         hyper = map_tensors(lambda t: t[place], prediction_numbers(state, tested.tolist()))  # a slot for every sample
-    each = None if general is None else general[:, None]
-    personal = algorithm.predict(method, hyper, each, localized[:, None])[:, 0]
+    both = (None if each is None else each[:, None] for each in (general, localized))
+    personal = algorithm.predict(method, hyper, *both)[:, 0]
     return Predictions(personal, general, localized, versions, hyper)
+
+
+def _localized(state: State, held: Held, theta: Tensor | None, earlier: Predictions | None) -> Tensor:
+    """What the devices' own models answer, [samples, classes]; of those that have not changed as it is known."""
+    setup, method, x, versions = state.setup, state.setup.terms.method_after(state.round), held.x, versions_of(state)
+    if earlier is None or earlier.localized is None:
+        localized, changed = x.new_empty(len(x), method.network.classes), np.ones(setup.terms.devices, bool)
+    else:
+        localized, changed = earlier.localized.clone(), earlier.made_by != versions
+    for i in np.flatnonzero(changed & (np.diff(held.start) > 0)).tolist():
+        rows = held.rows(i)
+        localized[rows] = log_answers(method, own_models(state, [i], theta)[0], x[rows])
+    return localized
 
 
 def own_models(state: State, devices: Sequence[int], general: Tensor | None, method: Method | None = None) -> Tensor:

@@ -106,6 +106,7 @@ Numbers = float | list[float]
 AUTO = "auto"
 SEARCH = "search"
 PUBLISHED_TESTS = "published"
+ALGORITHM_FOLDERS = "FEDCPSL_ALGORITHMS"  # the variable that names folders of further algorithms, separated as in PATH
 DEFAULT_ALGORITHM = "fedcpsl2"  # of a new run, classifier or server that names none
 UNNAMED_ALGORITHM = "fedcpsl"  # of a saved file that names none: a run's config, a study, a server's job; never changes
 FAMILY = ("fedcpsl", "fedshvr", "fedshvrp", "apfl", "apfsl", "fedavg", "scaffold", "local", "local-pseudo")

@@ -14,10 +14,9 @@ from typing import Any, cast
 from fedcpsl.algorithm import OPTIONAL, Algorithm, Traits
 from fedcpsl.errors import InputError, did_you_mean
 from fedcpsl.problem import Costs
-from fedcpsl.settings import FAMILY
+from fedcpsl.settings import ALGORITHM_FOLDERS, FAMILY
 
-FOLDERS = "FEDCPSL_ALGORITHMS"  # folders of further files, separated as in PATH
-__path__ += [folder for folder in os.environ.get(FOLDERS, "").split(os.pathsep) if folder]
+__path__ += [folder for folder in os.environ.get(ALGORITHM_FOLDERS, "").split(os.pathsep) if folder]
 
 
 @cache
@@ -26,7 +25,7 @@ def all_algorithms() -> dict[str, tuple[Algorithm, Any]]:
     known: dict[str, tuple[Algorithm, Any]] = {}
     for folder in __path__:
         if not Path(folder).is_dir():
-            raise InputError(f"{FOLDERS}: {folder}: no such folder")
+            raise InputError(f"{ALGORITHM_FOLDERS}: {folder}: no such folder")
     for found in iter_modules(__path__):
         file, where = _imported(found.name), f"algorithms/{found.name}.py"
         missing = missing_names(file)

@@ -13,8 +13,8 @@ from torch import Tensor
 from fedcpsl import averaging
 from fedcpsl.algorithm import Method, Roster, Traits
 from fedcpsl.algorithms.afl import Hyper, ascended, probe_loss, weights_of_roster
-from fedcpsl.averaging import Broadcast, Nothing, descend_labelled, model_of, per_slot, stacked
-from fedcpsl.engine import Leaves
+from fedcpsl.averaging import Broadcast, Nothing, descend_labelled, model_of, stacked
+from fedcpsl.engine import Leaves, where_slots
 from fedcpsl.problem import Samples
 from fedcpsl.schedule import Draw, Sizes
 from fedcpsl.settings import AUTO, choice, real, text, whole
@@ -134,15 +134,8 @@ def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     """w <- w - eta g(w; B), and z = w after t'_i steps."""
     costs = descend_labelled(method, local.models, hyper.eta, samples)
     steps = local.steps + 1
-    snapshot = chosen(steps == local.taken_after, local.models, local.snapshot)
+    snapshot = where_slots(steps == local.taken_after, local.models, local.snapshot)
     return local._replace(snapshot=snapshot, steps=steps, costs=local.costs + costs)
-
-
-def chosen(where: Tensor, models: Leaves, others: Leaves) -> Leaves:
-    """Of each slot the model, or the other one, leaf by leaf."""
-    if not where.is_cuda and not where.any():  # known here, and the case in most steps
-        return others
-    return tuple(torch.where(per_slot(where, w), w, z) for w, z in zip(models, others, strict=True))
 
 
 def costs(local: Local) -> Tensor:
@@ -154,7 +147,7 @@ def finish(
     method: Method, hyper: Hyper, broadcast: Broadcast, device: Nothing, local: Local, steps: Tensor
 ) -> tuple[Nothing, Upload]:
     """w - theta^r and z - theta^r are sent; z is w where a device had to stop before t'_i."""
-    snapshot = chosen(steps < local.taken_after, local.models, local.snapshot)
+    snapshot = where_slots(steps < local.taken_after, local.models, local.snapshot)
     delta, z = (model_of(method, hyper, models, 0) - broadcast.theta for models in (local.models, snapshot))
     return device, Upload(delta, z, steps)
 

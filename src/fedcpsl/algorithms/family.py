@@ -1,6 +1,6 @@
 """FedCPSL (Algorithm 1 of the paper) and its family: every baseline is FedCPSL with parts taken out."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -320,9 +320,10 @@ def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     cost = step_cost(method, hyper, models, samples)
     if _parts(method).momentum or local.correction:
         kept = local.momenta or tuple(map(torch.zeros_like, models))  # none where a correction is not c - c_i
-        mu = momentum(hyper.gamma, kept, local.correction)
-        costs = network.add_gradient(mu, models, *samples.inputs, cost)
-        descend(models, eta, mu)
+        costs = momentum(
+            hyper.gamma, kept, local.correction, lambda mu: network.add_gradient(mu, models, *samples.inputs, cost)
+        )
+        descend(models, eta, kept)
     else:  # mu is the gradient itself
         costs = network.descend(models, eta, *samples.inputs, cost)
     return local._replace(costs=local.costs + costs)
@@ -348,10 +349,10 @@ def step_cost(method: Method, hyper: Hyper, models: Leaves, samples: Samples) ->
     return cost._replace(beta=hyper.beta, partner=method.network.log_probabilities(theta_i, samples.x))
 
 
-def momentum(gamma: Tensor, mu: Leaves, correction: Leaves) -> Leaves:
-    """mu^{t+1} = gamma mu^t - c_i + c, to which the step's gradient is then added; mu_lc has no c. In place."""
+def momentum(gamma: Tensor, mu: Leaves, correction: Leaves, add_gradient: Callable[[Leaves], Tensor]) -> Tensor:
+    """mu^{t+1} = gamma mu^t + g - c_i + c, in place; mu_lc has no c. Returns the costs of which g is the gradient."""
     scale_and_add(mu, gamma, correction)
-    return mu
+    return add_gradient(mu)
 
 
 def descend(theta: Leaves, eta: Tensor, mu: Leaves) -> Leaves:

@@ -7,6 +7,7 @@ views. The rounds are FedCPSL's: momentum, control variates, normalised aggregat
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import pi
 from typing import Any, NamedTuple
 
@@ -449,30 +450,29 @@ def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     network, lead, models = method.network, hyper.eta.dim(), local.models
     unlabelled = samples.strong.shape[lead]
     labelled = samples.x.shape[lead] - unlabelled
-    mu = momentum(hyper.gamma, local.momenta, local.correction)
-    believed, confident = pseudo_labels(method, hyper, local, samples.x.narrow(lead, labelled, unlabelled), mu)
+    believed, confident = pseudo_labels(method, hyper, local, samples.x.narrow(lead, labelled, unlabelled))
     each = samples._replace(x=torch.cat([samples.x.narrow(lead, 0, labelled), samples.strong], lead))
     target = torch.cat([samples.target.narrow(lead, 0, labelled), believed], lead)
     weights = held_out.trained_weights(samples, local.period) + hyper.lambda_u[..., None] * samples.unlabelled
     weights = torch.cat([weights.narrow(-1, 0, labelled), weights.narrow(-1, labelled, unlabelled) * confident], -1)
-
     beta, partner = local.beta if method.traits.models == 2 else None, None
     if beta is not None and not network.same_in_both_modes:
         partner = network.log_probabilities(network.join([leaf.select(lead, 0) for leaf in models]), each.x)
-    cost = PriorCosts(target, weights, local.log_pi_costs, beta, partner)
-    costs = network.add_gradient(mu, models, *each.inputs, cost, of_outputs=True)
-    descend(models, local.rates, mu)
+    (x, keys), cost = each.inputs, PriorCosts(target, weights, local.log_pi_costs, beta, partner)
+    add = partial(network.add_gradient, models=models, x=x, keys=keys, cost=cost, of_outputs=True)
+    costs = momentum(hyper.gamma, local.momenta, local.correction, add)
+    descend(models, local.rates, local.momenta)
     return local._replace(costs=local.costs + costs)
 
 
 @torch.no_grad()
-def pseudo_labels(method: Method, hyper: Hyper, local: Local, weak: Tensor, mu: Leaves) -> tuple[Tensor, Tensor]:
+def pseudo_labels(method: Method, hyper: Hyper, local: Local, weak: Tensor) -> tuple[Tensor, Tensor]:
     """yhat = arg max h_p(a(u)), one-hot, and 1[max h_p(a(u)) >= tau], of weak views [..., samples, *].
 
     Soft weights are max h_p(a(u)) itself. The teacher may be one of the two models instead of their mixture.
     """
     lead = hyper.eta.dim()
-    outputs = method.network.outputs_at(local.models, weak.unsqueeze(lead), mu)
+    outputs = method.network.outputs_at(local.models, weak.unsqueeze(lead), local.momenta)
     log_h = with_prior(outputs, local.log_pi.unsqueeze(lead))
     mixed = log_h.select(lead, -1)
     if method.traits.models == 2 and _rules(method).teacher != "localized":

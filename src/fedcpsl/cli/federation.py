@@ -14,15 +14,18 @@ from fedcpsl.errors import InputError
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 WHAT_IS_SENT = """What leaves this device, and nothing else:
   once           how many labelled and unlabelled training samples it has
-  in each round  theta_i - theta, the change of its copy of the global model: one number per parameter{protected};
+  in each round  what it learnt: with FedCPSL and most other algorithms the change of its copy of the global model,
+                 one number per parameter{protected}; with FedHAR gradients;
                  and how many steps it took; where the algorithm asks for it, a second such change, or the mean loss
                  of a model that it was sent on a few of its labelled samples
   {accuracy}
   {trials}
   where it cannot take part, one line that says why
 Around it, in every request: its name, the time, the SHA-256 of what it sends, and a signature of these with its key.
-What never leaves it: samples, labels, pseudo-labels, its class frequencies, its localized model, its control variate.
-What it receives: the global model, the global control variate, the job's settings."""
+What never leaves it: samples, labels, pseudo-labels, its class frequencies, and what it keeps from round to round,
+such as a model of its own or a control variate.
+What it receives: the job's settings, the global model, and what its algorithm adds: FedCPSL the global control
+variate, FedAMP a model made for this device, SemiFed and FedMatch models of other devices, SemiPFL an encoder."""
 TRIALS = """only where the server searches a step size, before the first round: the same in short trials, trained
                  without a fifth of its labels; and after each trial its mean loss on these labels, and how many they
                  are"""

@@ -18,7 +18,7 @@ import fedcpsl
 from fedcpsl import settings
 from fedcpsl.config import AUTO, FLAGS, Config, Data, new_config, parse_value, read_config, setting
 from fedcpsl.errors import InputError
-from fedcpsl.settings import DEFAULT_ALGORITHM
+from fedcpsl.settings import ALGORITHM_FOLDERS, DEFAULT_ALGORITHM
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 PACKAGE = Path(fedcpsl.__file__).parent
@@ -186,7 +186,7 @@ class DeclaredSetting(NamedTuple):
 
 def literals(file: str, name: str) -> tuple[str, ...]:
     """Return the strings in a constant of a module: a sequence, or the keys of a dictionary."""
-    for node in ast.parse((PACKAGE / file).read_text(encoding="utf-8")).body:
+    for node in _parsed(file):
         if not isinstance(node, ast.Assign | ast.AnnAssign):
             continue
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -208,22 +208,50 @@ def declared_settings() -> dict[tuple[str, ...], list[DeclaredSetting]]:
 
 
 def _files() -> list[str]:
-    return [f"algorithms/{path.name}" for path in sorted(PACKAGE.glob("algorithms/*.py"))]
+    """Return the algorithms' files: the package's, and those of the folders that FEDCPSL_ALGORITHMS names."""
+    folders = [
+        PACKAGE / "algorithms",
+        *map(Path, filter(None, os.environ.get(ALGORITHM_FOLDERS, "").split(os.pathsep))),
+    ]
+    return [str(path.absolute()) for folder in folders for path in sorted(folder.glob("*.py"))]
 
 
 def _settings(file: str) -> list[DeclaredSetting]:
     """Return the fields of a class `Settings`, each declared by a call with its default and its help."""
-    for node in ast.parse((PACKAGE / file).read_text(encoding="utf-8")).body:
+    known: dict[str, Any] = {"__builtins__": {}, **vars(settings)}
+    for node in _parsed(file):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            known[node.targets[0].id] = _value(node.value, known)
         if isinstance(node, ast.ClassDef) and node.name == "Settings":
-            declared = [field for field in node.body if isinstance(field, ast.AnnAssign)]
-            return [_declared(field.target.id, field.value) for field in declared]  # type: ignore[union-attr, arg-type]
+            fields = [field for field in node.body if isinstance(field, ast.AnnAssign)]
+            calls = [(field.target, field.value) for field in fields]
+            return [
+                _declared(target.id, call, known)
+                for target, call in calls
+                if isinstance(target, ast.Name) and isinstance(call, ast.Call)
+            ]
     return []
 
 
-def _declared(name: str, value: ast.Call) -> DeclaredSetting:
-    """Return a setting from its declaration; a default may be a constant of `fedcpsl.settings`, such as AUTO."""
-    default, help = (
-        getattr(settings, argument.id) if isinstance(argument, ast.Name) else ast.literal_eval(argument)
-        for argument in value.args[:2]
-    )
+def _parsed(file: str) -> list[ast.stmt]:
+    """Return what a file consists of; nothing of one that is no Python, which importing it will say."""
+    try:
+        return ast.parse((PACKAGE / file).read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+
+
+def _declared(name: str, call: ast.Call, known: dict[str, Any]) -> DeclaredSetting:
+    """Return a setting from its declaration, `kind(default, help, ...)`, by position or by name."""
+    given = dict(zip(("default", "help"), call.args, strict=False))
+    given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg in ("default", "help")}
+    default, help = (_value(given[each], known) if each in given else "" for each in ("default", "help"))
     return DeclaredSetting(name, default, str(help))
+
+
+def _value(expression: ast.expr, known: dict[str, Any]) -> Any:
+    """Return what an expression of constants is; as it is written where there is more in it."""
+    try:
+        return eval(compile(ast.Expression(expression), "<setting>", "eval"), known)
+    except Exception:
+        return ast.unparse(expression)

@@ -12,18 +12,17 @@ goes through `vmap`. Every layer hands its gradient back before it adds to its t
 parameters themselves.
 """
 
-from fedcpsl.engine.layer_kinds import ResidualBlock
-from fedcpsl.engine.leafwise import Leaves, cache_last_call, differences, scale_and_add, subtract_scaled
+from fedcpsl.engine.leafwise import Leaves, cache_last_call, differences, scale_and_add, subtract_scaled, where_slots
 from fedcpsl.engine.network import Network, counting, forward_flops
 
 __all__ = [
     "Leaves",
     "Network",
-    "ResidualBlock",
     "cache_last_call",
     "counting",
     "differences",
     "forward_flops",
     "scale_and_add",
     "subtract_scaled",
+    "where_slots",
 ]

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeGuard, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from fedcpsl.engine.dropout import KeyedDropout
 from fedcpsl.errors import InputError
+from fedcpsl.models import ResidualBlock
 
 Named = Mapping[str, Tensor]
 _KEEPS_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
@@ -30,17 +30,6 @@ class Layer(NamedTuple):
     pool: "Layer | None" = None  # the 2 x 2 pooling that follows the convolution, part of the layer too
     narrow: bool = False  # only layers that pick or drop numbers come between the convolution and the next matmul
     branches: "tuple[tuple[Layer, ...], ...]" = ()  # of a residual block: its main layers and its shortcut's
-
-
-class ResidualBlock(nn.Module):
-    """relu(main(x) + shortcut(x)), computed and differentiated by hand where all layers of both branches are."""
-
-    def __init__(self, main: nn.Sequential, shortcut: nn.Sequential) -> None:
-        super().__init__()
-        self.main, self.shortcut = main, shortcut
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.main(x) + self.shortcut(x))
 
 
 def walk(module: nn.Module, trained: Mapping[str, object]) -> list[Layer]:

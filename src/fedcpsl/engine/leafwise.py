@@ -36,6 +36,14 @@ def cache_last_call(make: Callable[Given, Made]) -> Callable[Given, Made]:
     return remember
 
 
+def where_slots(chosen: Tensor, ones: Leaves, others: Leaves) -> Leaves:
+    """The leaves of the chosen slots [...] from the ones, the rest from the others."""
+    if not chosen.is_cuda and not chosen.any():  # known here, and the case in most steps
+        return others
+    by_slot = (chosen.reshape(chosen.shape + (1,) * (leaf.dim() - chosen.dim())) for leaf in ones)
+    return tuple(torch.where(each, w, z) for each, w, z in zip(by_slot, ones, others, strict=True))
+
+
 def unbound(t: Tensor, lead: int) -> list[Tensor]:
     """Views of a tensor, one for each place in its first dimensions."""
     pieces = [t]

@@ -75,6 +75,27 @@ def numbers_for(algorithm: Algorithm, hyper: Any) -> dict[str, float | Tensor]:
     return {name: t if t.dim() else float(t) for name, t in found.items()}
 
 
+class _Reading:
+    """Numbers that remember which of them were read."""
+
+    def __init__(self, hyper: Any) -> None:
+        self.hyper, self.read = hyper, dict[str, float | Tensor]()
+
+    def __getattr__(self, name: str) -> Tensor:
+        number: Tensor = getattr(self.hyper, name)
+        self.read[name] = number if number.dim() else float(number)
+        return number
+
+
+def numbers_read(
+    predict: PredictFromModels, hyper: Any, classes: int, general: bool, localized: bool
+) -> dict[str, float | Tensor]:
+    """Return the numbers that `predict` looks at, given answers of the general model, of the device's own, or both."""
+    reading, log_h = _Reading(hyper), torch.zeros(1, classes).log_softmax(-1)
+    predict(reading, log_h if general else None, log_h if localized else None)
+    return reading.read
+
+
 def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     """Return a copy of a module with the given parameters and buffers replaced, by name."""
     copy = deepcopy(module)

@@ -19,7 +19,7 @@ from fedcpsl.data.sources import load_federation
 from fedcpsl.engine import Network
 from fedcpsl.errors import InputError, RunError, did_you_mean, printable
 from fedcpsl.export.model_manifest import GLOBAL, ModelManifest, Predictor, shareable_config
-from fedcpsl.export.personal_model import PersonalModel, numbers_for, predict_of, with_tensors
+from fedcpsl.export.personal_model import PersonalModel, numbers_for, numbers_read, predict_of, with_tensors
 from fedcpsl.methods import hyper_of_device, resolved
 from fedcpsl.models import make_model
 from fedcpsl.runs.folder import is_finished, read_device_table, read_manifest, read_run_config
@@ -142,8 +142,8 @@ def model_of_device(run: SavedRun, device: str | None) -> DeviceModel:
         return _probabilities(bound, run.scaling, thetas[0], thetas[1], x)
 
     predict, both_ways = predict_of(bound.algorithm, bound.method), bound.method.both_ways
-    needed = mixes or (localized and optional(bound.algorithm, "predicting"))  # where the device keeps some itself
-    module = PersonalModel(predict, modules[0], modules[1], bound.numbers if needed else {}, run.scaling, both_ways)
+    numbers = numbers_read(predict, bound.hyper, len(run.classes), bool(general), bool(localized))
+    module = PersonalModel(predict, modules[0], modules[1], numbers, run.scaling, both_ways)
     return DeviceModel(manifest, module, Predictor(manifest, predict_samples))
 
 

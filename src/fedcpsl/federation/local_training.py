@@ -211,11 +211,11 @@ def train(
     task = draw_task(terms, local_data, seed, round, instruction.device, instruction.steps)
     if not task.steps:
         raise RunError("this device has no samples that the algorithm uses; nothing was done")
+    given = (algorithm, method, hyper, broadcast)
+    if is_relabelled(algorithm, method, warming=warming):  # with the state as the visit finds it
+        nu = relabelled(*given, device, lambda first, last: local_data.x_unlabelled[first:last], nu)
     visit = visit_if_needed(algorithm, lambda: local_data.visit)
-    device = prepared(algorithm, method, hyper, broadcast, device, visit)
-    given = (algorithm, method, hyper, broadcast, device)
-    if is_relabelled(algorithm, method, warming=warming):
-        nu = relabelled(*given, lambda first, last: local_data.x_unlabelled[first:last], nu)
+    device = prepared(*given, device, visit)
     since = clock()
 
     def out_of_time(done: int) -> bool:
@@ -223,13 +223,13 @@ def train(
         return bool(budget) and now - begun + (now - since) / done > budget
 
     drawn = samples_of_draws(terms, local_data, nu, task)
-    done = device_round(*given, local_minibatches(terms, local_data, nu, task), out_of_time, drawn)
+    done = device_round(*given, device, local_minibatches(terms, local_data, nu, task), out_of_time, drawn)
     if not all(t.isfinite().all() for t in (*leaves(done.upload), *leaves(done.device))):
         raise RunError(
             "this device's loss is no longer a finite number; the server should use a smaller algorithm.eta, or "
             "normalise inputs ([federation] shift and scale)"
         )
-    kept = reviewed(algorithm, method, hyper, broadcast, done.device, done.upload, visit)
+    kept = reviewed(*given, done.device, done.upload, visit)
     return TrainingResult(kept, nu, done.upload, done.steps)
 
 

@@ -56,7 +56,7 @@ from fedcpsl.federation.server_store import (
     save_server_state,
 )
 from fedcpsl.federation.terms import Terms, digest, greeting_of, keeps_sums, sends_kinds, sent_to
-from fedcpsl.schedule import draw_active, draw_by_weight, draw_extra, draw_numbers, draw_probes, draw_steps
+from fedcpsl.schedule import draw_active, draw_by_weight, draw_extra, draw_numbers, draw_probes, draw_steps, omega
 from fedcpsl.storage import locked, make_folder
 from fedcpsl.trees import Tree, leaves, map_tensors
 
@@ -184,11 +184,13 @@ def count_updates(
 
     An update counts as often as its device was drawn, `copies`.
     """
-    counted, samples, by_coordinate = [], state.samples, limits.aggregation in COORDINATE_WISE
+    counted, by_coordinate = [], limits.aggregation in COORDINATE_WISE
+    joined = np.flatnonzero([not record.forgotten for record in state.roster])
+    weights = omega(state.sizes, joined, range(len(state.roster)))
     for i, record in enumerate(state.roster):
         if record.name in factors:
             upload = scale_update(upload_of(replies[record.name], terms), factors[record.name])
-            share = 1 / state.device_count if by_coordinate else record.samples / samples
+            share = 1 / state.device_count if by_coordinate else float(weights[i])
             counted += [Counted(i, upload, share)] * copies.get(i, 1)
     server = _server_after(terms, state, counted, limits) if counted else state.server
     round_over = optional(terms.algorithm, "round_over")

@@ -260,7 +260,7 @@ def _name(requirement: str) -> str:
 
 
 def _satisfied(requirement: str) -> bool:
-    from packaging.requirements import Requirement  # a dependency of matplotlib
+    from packaging.requirements import Requirement
 
     wanted = Requirement(requirement)
     try:

@@ -77,11 +77,10 @@ def learn(
     state = _last(setup)
     method = setup.terms.method_after(state.round)
     general = setup.terms.algorithm.general_model(method, state.server)
-    own, numbers = None, dict[str, NDArray[Any]]()
+    own, found = None, prediction_numbers(state, range(len(names)))
+    needed = optional(setup.terms.algorithm, "PREDICTS_WITH") or ()
+    numbers = {name: getattr(found, name).cpu().numpy() for name in needed}
     if method.traits.personal:
-        needed = optional(setup.terms.algorithm, "PREDICTS_WITH") or ()
-        found = prediction_numbers(state, range(len(names)))
-        numbers = {name: getattr(found, name).cpu().numpy() for name in needed}
         own = own_models(state, range(len(names)), general).cpu().numpy()
     return Learnt(
         settings=replace(algorithm, eta=choose_eta(algorithm.eta, "", "epochs")),
@@ -118,16 +117,17 @@ def _log_predictions(learnt: Learnt, found: Resolved, x: Tensor, owner: NDArray[
     if learnt.general is not None:
         general = log_answers(method, _tensor(learnt.general), x)
     mine = np.flatnonzero(owner >= 0)
-    if learnt.own is None or not len(mine):
+    if not len(mine):
         assert general is not None
         return general
-    localized = x.new_empty(len(x), network.classes)
-    for i in np.unique(owner[mine]):
-        rows = torch.from_numpy(np.flatnonzero(owner == i))
-        localized[rows] = log_answers(method, _tensor(learnt.own[i]), x[rows])
+    localized = None if learnt.own is None else x.new_empty(len(x), network.classes)
+    if localized is not None and learnt.own is not None:
+        for i in np.unique(owner[mine]):
+            rows = torch.from_numpy(np.flatnonzero(owner == i))
+            localized[rows] = log_answers(method, _tensor(learnt.own[i]), x[rows])
     hyper = SimpleNamespace(**{name: _tensor(each[owner[mine]]) for name, each in learnt.numbers.items()})
-    each = None if general is None else general[mine][:, None]
-    personal = found.algorithm.predict(method, hyper, each, localized[mine][:, None])[:, 0]
+    both = (None if each is None else each[mine][:, None] for each in (general, localized))
+    personal = found.algorithm.predict(method, hyper, *both)[:, 0]
     if general is None:
         return personal
     general[mine] = personal
