@@ -17,7 +17,7 @@ LEVEL = 0.975  # of a two-sided interval of 95 %
 Pairs = Sequence[tuple[float, float]]  # two accuracies of each device
 CaseSummary = Mapping[str, Any]
 BETTER, EQUAL, WORSE = "is better than", "is not significantly different from", "is worse than"
-USE_GLOBAL = "use the global model (--device global), or give it more weight with a smaller --beta"
+USE_GLOBAL = "use the global model (--device global), or, where --beta mixes both, a smaller --beta"
 NOTHING_COUNTED = (
     "no upload was counted, so the global model is what it was at the start: give devices more time or energy"
 )
