@@ -68,7 +68,7 @@ def setup(name):
     if name == "dropout":
         model = torch.nn.Sequential(model[0], torch.nn.Dropout(0.3), *model[1:])
     return prepare(
-        small_federation(),
+        small_federation(at_server=9 if name == "semipfl" else 0),
         model,
         settings_of(algorithm),
         replace(WORK, **work),
