@@ -38,9 +38,15 @@ def test_effective_steps():
 
 
 def test_momentum_keeps_correction_away_from_the_localized_model():
-    # gamma 0.5: mu = 0.5 * 4 + (c - c_i = 3) = 5; mu_lc = 0.5 * 6 = 3
-    (mu,) = family.momentum(number(0.5), (number([[4.0], [6.0]]),), (number([3.0]),))
-    assert mu.tolist() == [[5.0], [3.0]]
+    # gamma 0.5, gradients 10 and 20: mu = 0.5 * 4 + 10 + (c - c_i = 3) = 15; mu_lc = 0.5 * 6 + 20 = 23
+    mu, costs = (number([[4.0], [6.0]]),), number([1.0, 2.0])
+
+    def add_gradient(into):
+        into[0].add_(number([[10.0], [20.0]]))
+        return costs
+
+    assert family.momentum(number(0.5), mu, (number([3.0]),), add_gradient) is costs
+    assert mu[0].tolist() == [[15.0], [23.0]]
 
 
 def test_descend_uses_each_models_own_step():
