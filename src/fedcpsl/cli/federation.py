@@ -25,7 +25,7 @@ Around it, in every request: its name, the time, the SHA-256 of what it sends, a
 What never leaves it: samples, labels, pseudo-labels, its class frequencies, and what it keeps from round to round,
 such as a model of its own or a control variate.
 What it receives: the job's settings, the global model, and what its algorithm adds: FedCPSL the global control
-variate, FedAMP a model made for this device, SemiFed and FedMatch models of other devices, SemiPFL an encoder."""
+variate, FedAMP a model made for this device, SemiFed and FedMatch models of other devices."""
 TRIALS = """only where the server searches a step size, before the first round: the same in short trials, trained
                  without a fifth of its labels; and after each trial its mean loss on these labels, and how many they
                  are"""
