@@ -59,8 +59,10 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("commit")
     options.add_argument("--turns", type=int, default=5)
-    own, _, after = " ".join(sys.argv[1:]).partition(" -- ")
-    chosen, command = options.parse_args(own.split()), after.split()
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    chosen, command = options.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
+    if not command:
+        options.error("give a command of fedcpsl after --")
     with tempfile.TemporaryDirectory() as folder:
         versions = {"before": checked_out(chosen.commit, Path(folder)), "now": ROOT}
         found: dict[str, list[tuple[float, float | None]]] = {name: [] for name in versions}

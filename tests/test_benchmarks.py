@@ -24,6 +24,7 @@ SMALL = {
     "new_data.py": (["--data", "wine, unequal sizes", "--seeds", "1", "--rounds", "1"], "fedcpsl2 is ahead by"),
     "unseen_devices.py": (["--seeds", "1", "--rounds", "1"], "own rounds"),
     "related_gpu.py": (["--runs", "1", "--rounds", "2", "--device", "cpu"], "ratio to fedavg"),
+    "before_after.py": (["HEAD", "--turns", "1", "--", "--version"], "whole command: now / before"),
     "large_table.py": (["--rows", "2000", "--features", "3"], "2,000 rows of 3 features"),
 }
 
