@@ -21,6 +21,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 if "CI" not in os.environ:  # there Hypothesis has a profile of its own, without a deadline too
     settings.register_profile("unhurried", deadline=None)
     settings.load_profile("unhurried")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_fork = pytest.mark.skipif(
     sys.platform != "linux" or torch.cuda.is_available(), reason="processes are forked on Linux, and not beside a GPU"
 )

@@ -21,10 +21,8 @@ from fedcpsl.simulation.round_request import RoundRequest, training_data_of
 from fedcpsl.simulation.rounds import draw_plan, next_state
 from fedcpsl.trees import map_tensors
 
-from .conftest import small_federation, small_model
+from .conftest import needs_gpu, small_federation, small_model
 from .test_conformance import WORK, assert_equal, final
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 4, 7, 20, 50, 333])

@@ -23,7 +23,7 @@ from fedcpsl.trees import leaves
 
 from .command import fedcpsl as fedcpsl_command
 from .command import spawn
-from .conftest import needs_fork, small_federation, small_model
+from .conftest import needs_fork, needs_gpu, small_federation, small_model
 from .test_conformance import NAMES, WORK, settings_for, traits_of
 
 SIZES = ((3, 5), (1, 7), (4, 2), (0, 6), (5, 0))
@@ -180,7 +180,7 @@ def test_workers_see_samples_made_on_demand(name):
     assert all(torch.equal(end.nu(i), held.nu(i)) for i in range(5))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 @pytest.mark.parametrize("store", ["accelerator", "host", "disk"])
 def test_on_a_gpu_too(store, tmp_path):
     made, work = supply(), replace(JOINING, personal_rounds=2)

@@ -18,7 +18,7 @@ from fedcpsl.simulation.round_request import RoundRequest, joint_data
 from fedcpsl.simulation.rounds import draw_plan, initial_state
 from fedcpsl.simulation.tuning import slots_that_fit
 
-from .conftest import small_federation, small_model
+from .conftest import needs_gpu, small_federation, small_model
 from .test_conformance import WORK, assert_equal
 
 CASES = [
@@ -71,10 +71,16 @@ def test_runs_that_take_turns_keep_their_own_precision(monkeypatch):
     for precision in ("tf32", "ieee"):
         setups[precision] = prepare(small_federation(), small_model(), config.Algorithm(eta=0.05), work, run)
         setups[precision].terms.method.network.arithmetic = Arithmetic(precision)
+
+    def noting(whole):
+        def note(*given):
+            seen.append(torch.backends.cuda.matmul.allow_tf32)
+            return whole(*given)
+
+        return note
+
     for name in ("relabel", "step", "apply"):
-        whole = getattr(family, name)
-        note = lambda *given, whole=whole: seen.append(torch.backends.cuda.matmul.allow_tf32) or whole(*given)  # noqa: E731
-        monkeypatch.setattr(family, name, note)
+        monkeypatch.setattr(family, name, noting(getattr(family, name)))
     simulations, states = {name: simulate(setup) for name, setup in setups.items()}, {}
     for precision in ("tf32", "ieee") * 3:
         seen.clear()
@@ -131,7 +137,7 @@ def test_one_device_after_another_in_a_group_too():
         assert_equal(one, other)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 @pytest.mark.parametrize("slots", [0, 5])
 def test_on_a_gpu_too(slots):
     run = config.Run(executor="vectorised", dtype="float64", device="cuda", slots=slots)
@@ -215,9 +221,6 @@ def test_evaluating_together_is_evaluating_each():
     states = last(simulate_together(setups(run)))
     for one, state in zip(evaluate_together(states, [None] * len(states)), states, strict=True):
         assert one.metrics(state) == evaluate(state).metrics(state)
-
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.mark.parametrize("validation", [0, 3])
