@@ -149,15 +149,14 @@ def measure(state: State, made: Predictions, judged: Tensor) -> list[Tensor]:
 
     models = [m for m in (made.personal, made.general, made.localized) if m is not None]
     each = torch.stack(models)
+    losses = -each.gather(2, tests.y.expand(len(each), -1)[..., None]).mean((1, 2)).to(torch.float64)
     hits = iter(right(tests, each))
     return [
         next(hits),
         nothing if made.general is None else next(hits),
         nothing if made.localized is None else next(hits),
         right(validation, made.validation.personal[None])[0] if made.validation else nothing,
-        -each.gather(2, tests.y.expand(len(each), -1)[..., None]).mean((1, 2)).to(torch.float64)
-        if len(tests.x)
-        else nothing,
+        losses if len(tests.x) else nothing,
         _labels(state, judged) if _renews_labels(state) else nothing,
     ]
 
@@ -475,7 +474,8 @@ def _capture(states: Sequence[State], earlier: Sequence[Predictions], methods: l
 def _with_copied_numbers(made: Predictions) -> Predictions:
     """The same predictions; the numbers that they were made with are copies."""
     validation = made.validation and _with_copied_numbers(made.validation)
-    return made._replace(hyper=map_tensors(torch.clone, made.hyper) if made.hyper else None, validation=validation)
+    hyper = None if made.hyper is None else map_tensors(torch.clone, made.hyper)
+    return made._replace(hyper=hyper, validation=validation)
 
 
 def _general_models(states: Sequence[State]) -> list[Tensor | None]:

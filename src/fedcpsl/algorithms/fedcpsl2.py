@@ -459,8 +459,8 @@ def step(method: Method, hyper: Hyper, local: Local, samples: Samples) -> Local:
     if beta is not None and not network.same_in_both_modes:
         partner = network.log_probabilities(network.join([leaf.select(lead, 0) for leaf in models]), each.x)
     (x, keys), cost = each.inputs, PriorCosts(target, weights, local.log_pi_costs, beta, partner)
-    add = partial(network.add_gradient, models=models, x=x, keys=keys, cost=cost, of_outputs=True)
-    costs = momentum(hyper.gamma, local.momenta, local.correction, add)
+    add_gradient = partial(network.add_gradient, models=models, x=x, keys=keys, cost=cost, of_outputs=True)
+    costs = momentum(hyper.gamma, local.momenta, local.correction, add_gradient)
     descend(models, local.rates, local.momenta)
     return local._replace(costs=local.costs + costs)
 

@@ -109,7 +109,7 @@ def group_norm(
     assert isinstance(module, nn.GroupNorm)
     lead, channels, places = x.shape[:3], x.shape[3], x.shape[4:].numel()
     how = (lead.numel(), channels, places, module.num_groups)
-    rows = _in_order(x.flatten(0, 2))
+    rows = _contiguous(x.flatten(0, 2))
     normal, mean, deviation = torch.ops.aten.native_group_norm(rows, None, None, *how, module.eps)
     flat = normal.unflatten(0, lead)
     ones = (1,) * (x.dim() - 4)
@@ -129,14 +129,14 @@ def group_norm(
         if lead[1] < slope.shape[1]:  # models that share x
             slope = slope.sum(1, keepdim=True)
         wanted = [True, False, False]
-        slopes = _in_order(slope.flatten(0, 2))
+        slopes = _contiguous(slope.flatten(0, 2))
         back, _, _ = torch.ops.aten.native_group_norm_backward(slopes, rows, mean, deviation, None, *how, wanted)
         return back.unflatten(0, lead)
 
     return y, pull
 
 
-def _in_order(rows: Tensor) -> Tensor:
+def _contiguous(rows: Tensor) -> Tensor:
     """Samples as PyTorch's kernels read them: on a CPU, those of images may have their channels last in memory."""
     if rows.dim() == 4 and not rows.is_cuda and rows.is_contiguous(memory_format=torch.channels_last):
         return rows

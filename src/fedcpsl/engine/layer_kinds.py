@@ -36,10 +36,10 @@ def walk(module: nn.Module, trained: Mapping[str, object]) -> list[Layer]:
     """The layers of a module in order: a `Sequential`'s own, or the module itself."""
     if shares_parameters(module):
         return as_one_layer(module, trained)
-    return _in_order(_flat(module, trained, ""))
+    return _with_neighbours(_flat(module, trained, ""))
 
 
-def _in_order(layers: list[Layer], *, grid_follows: bool = False) -> list[Layer]:
+def _with_neighbours(layers: list[Layer], *, grid_follows: bool = False) -> list[Layer]:
     """Layers that know what is beside them; `grid_follows`: the last of them is not that of the network."""
     layers = _with_relus_taken_in(layers)
     for i, layer in enumerate(layers):
@@ -111,7 +111,7 @@ def _flat(module: nn.Module, trained: Mapping[str, object], prefix: str) -> list
     branches = [_flat(getattr(module, branch), trained, f"{prefix}{branch}.") for branch in ("main", "shortcut")]
     if not all(runs_without_vmap(part) for branch in branches for part in branch):
         return [layer]
-    return [layer._replace(branches=tuple(tuple(_in_order(branch, grid_follows=True)) for branch in branches))]
+    return [layer._replace(branches=tuple(tuple(_with_neighbours(branch, grid_follows=True)) for branch in branches))]
 
 
 def _with_relus_taken_in(layers: list[Layer]) -> list[Layer]:

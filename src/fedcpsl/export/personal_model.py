@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedcpsl.algorithm import Algorithm, Method, mean_of_both, optional
+from fedcpsl.algorithm import Algorithm, Method, mean_of_both
 from fedcpsl.data.scaling import Scaling
 from fedcpsl.errors import InputError
 
@@ -67,12 +67,6 @@ class PersonalModel(nn.Module):
 def predict_of(algorithm: Algorithm, method: Method) -> PredictFromModels:
     """Return the algorithm's `predict` with its method bound."""
     return partial(algorithm.predict, method)
-
-
-def numbers_for(algorithm: Algorithm, hyper: Any) -> dict[str, float | Tensor]:
-    """Return the numbers that the algorithm's `predict` needs."""
-    found = {name: getattr(hyper, name) for name in optional(algorithm, "PREDICTS_WITH") or ()}
-    return {name: t if t.dim() else float(t) for name, t in found.items()}
 
 
 class _Reading:

@@ -19,7 +19,7 @@ from fedcpsl.data.sources import load_federation
 from fedcpsl.engine import Network
 from fedcpsl.errors import InputError, RunError, did_you_mean, printable
 from fedcpsl.export.model_manifest import GLOBAL, ModelManifest, Predictor, shareable_config
-from fedcpsl.export.personal_model import PersonalModel, numbers_for, numbers_read, predict_of, with_tensors
+from fedcpsl.export.personal_model import PersonalModel, numbers_read, predict_of, with_tensors
 from fedcpsl.methods import hyper_of_device, resolved
 from fedcpsl.models import make_model
 from fedcpsl.runs.folder import is_finished, read_device_table, read_manifest, read_run_config
@@ -133,23 +133,18 @@ def model_of_device(run: SavedRun, device: str | None) -> DeviceModel:
             raise _never_active(run, name)
     model = run.model
     bound = bind_algorithm(run, model, number)
-    mixes = number is not None and general and localized
-    manifest = manifest_of(run, name, number, _beta(bound) if mixes else None)
+    predict, both_ways = predict_of(bound.algorithm, bound.method), bound.method.both_ways
+    numbers = numbers_read(predict, bound.hyper, len(run.classes), bool(general), bool(localized))
+    mixes, beta = number is not None and general and localized, numbers.get("beta")
+    manifest = manifest_of(run, name, number, beta if mixes and isinstance(beta, float) else None)
     thetas = [_theta(bound.method, named) if named else None for named in (general, localized)]
     modules = [with_tensors(model, named) if named else None for named in (general, localized)]
 
     def predict_samples(x: NDArray[Any]) -> NDArray[np.float32]:
         return _probabilities(bound, run.scaling, thetas[0], thetas[1], x)
 
-    predict, both_ways = predict_of(bound.algorithm, bound.method), bound.method.both_ways
-    numbers = numbers_read(predict, bound.hyper, len(run.classes), bool(general), bool(localized))
     module = PersonalModel(predict, modules[0], modules[1], numbers, run.scaling, both_ways)
     return DeviceModel(manifest, module, Predictor(manifest, predict_samples))
-
-
-def _beta(bound: "BoundAlgorithm") -> float | None:
-    beta = bound.numbers.get("beta")
-    return beta if isinstance(beta, float) else None
 
 
 class BoundAlgorithm(NamedTuple):
@@ -158,7 +153,6 @@ class BoundAlgorithm(NamedTuple):
     algorithm: Algorithm
     method: Method
     hyper: Tree
-    numbers: dict[str, float | Tensor]  # those of `hyper` that predictions need
 
 
 def bind_algorithm(run: SavedRun, model: nn.Module, number: int | None) -> BoundAlgorithm:
@@ -172,8 +166,7 @@ def bind_algorithm(run: SavedRun, model: nn.Module, number: int | None) -> Bound
     if optional(found.algorithm, "predicting") and number is not None:
         needed = optional(found.algorithm, "PREDICTS_WITH")
         hyper = SimpleNamespace(**{name: run.tensors[name][number].to(network.initial) for name in needed})
-    numbers = {} if number is None else numbers_for(found.algorithm, hyper)
-    return BoundAlgorithm(found.algorithm, method, hyper, numbers)
+    return BoundAlgorithm(found.algorithm, method, hyper)
 
 
 def manifest_of(

@@ -186,11 +186,10 @@ def count_updates(
     """
     counted, by_coordinate = [], limits.aggregation in COORDINATE_WISE
     joined = np.flatnonzero([not record.forgotten for record in state.roster])
-    weights = omega(state.sizes, joined, range(len(state.roster)))
     for i, record in enumerate(state.roster):
         if record.name in factors:
             upload = scale_update(upload_of(replies[record.name], terms), factors[record.name])
-            share = 1 / state.device_count if by_coordinate else float(weights[i])
+            share = 1 / state.device_count if by_coordinate else float(omega(state.sizes, joined, [i])[0])
             counted += [Counted(i, upload, share)] * copies.get(i, 1)
     server = _server_after(terms, state, counted, limits) if counted else state.server
     round_over = optional(terms.algorithm, "round_over")

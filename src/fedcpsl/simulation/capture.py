@@ -56,7 +56,7 @@ def captured_steps() -> LocalSteps:
             return steps_one_by_one(program, hyper, local, batches, counts)
         stage = stages.get(program.key)
         if stage is None or not stage.holds(batches):
-            stage = stages[program.key] = _room_for(local, hyper, batches, program.most_slots, stage)
+            stage = stages[program.key] = _room_for(local, hyper, batches, program.widest, stage)
         try:
             for size in sorted({size for size, _ in _replays(stage, counts)} - set(stage.graphs)):
                 stage.graphs[size] = _capture(program, stage, *size, memory)
@@ -104,9 +104,9 @@ def _replay(stage: Stage, counts: Sequence[int]) -> Tree:
     return together
 
 
-def _room_for(local: Tree, hyper: Tree, batches: BatchPlan, most_slots: int, smaller: Stage | None) -> Stage:
+def _room_for(local: Tree, hyper: Tree, batches: BatchPlan, widest: int, smaller: Stage | None) -> Stage:
     """A stage that is large enough for any round's slots, and for the steps of the one that it replaces."""
-    steps, slots = len(batches.rows), max(batches.rows.shape[1], most_slots)
+    steps, slots = len(batches.rows), max(batches.rows.shape[1], widest)
     if smaller:
         steps, slots = (max(a, b) for a, b in zip((steps, slots), smaller.batches.rows.shape[:2], strict=True))
     steps = 1 << (steps - 1).bit_length()

@@ -29,7 +29,7 @@ class Program(NamedTuple):
     algorithm: Algorithm
     method: Method
     data: TrainingData
-    most_slots: int = 0  # that a round has side by side, so that layouts do not depend on the rounds before
+    widest: int = 0  # slots that any round has side by side, so that layouts do not depend on the rounds before
 
 
 class Finished(NamedTuple):
@@ -69,7 +69,7 @@ def groups(requests: Sequence[RoundRequest], data: TrainingData) -> Iterator[tup
             together.setdefault(_program_key(request.setup, task), []).append(Slot(run, request, task))
     for key, slots in together.items():
         setup = slots[0].request.setup
-        widest = _widest(slots, most_slots(key, requests, slots[0].task)) if setup.machine.vectorised else 1
+        widest = _widest(slots, _most_slots(key, requests, slots[0].task)) if setup.machine.vectorised else 1
         for piece in _even_pieces(len(slots), widest):
             method = merged_method(
                 setup.terms.algorithm, [s.request.setup.terms.method_of(s.task) for s in slots[piece]]
@@ -77,7 +77,7 @@ def groups(requests: Sequence[RoundRequest], data: TrainingData) -> Iterator[tup
             yield Program((*key, method.rules), setup.terms.algorithm, method, data, widest), slots[piece]
 
 
-def most_slots(key: tuple[Any, ...], requests: Sequence[RoundRequest], task: DeviceRound) -> int:
+def _most_slots(key: tuple[Any, ...], requests: Sequence[RoundRequest], task: DeviceRound) -> int:
     """How many slots of one program any round can have, of all runs, and each rank's share; `task` is one of them."""
     sharing = [request.setup.terms for request in requests if _program_key(request.setup, task) == key]
     return -(-sum(terms.devices if task.personal else terms.most_drawn for terms in sharing) // world()[1])
